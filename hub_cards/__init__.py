@@ -1,0 +1,1 @@
+"""What is published: evaluation, search, export and model cards of trained retrievers."""

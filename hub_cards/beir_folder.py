@@ -1,0 +1,105 @@
+"""Reading a retrieval test set in BEIR's format from a local folder."""
+
+import csv
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass
+class BeirFolder:
+    """`corpus` and `queries`: id -> text (a document's title before its text); `qrels`: query id -> doc id -> grade.
+
+    `queries` holds only those that the qrels judge.
+    """
+
+    path: Path
+    corpus: dict[str, str]
+    queries: dict[str, str]
+    qrels: dict[str, dict[str, int]]
+
+
+def read_corpus(path: Path) -> dict[str, str]:
+    """Reads a `corpus.jsonl` (`_id`, `text`, optional `title`) as id -> title and text."""
+    return _read_jsonl(path)
+
+
+def load_beir_folder(path: str | Path, split: str = "test") -> BeirFolder:
+    """Reads `corpus.jsonl` (`_id`, `title`, `text`), `queries.jsonl` (`_id`, `text`) and `qrels/{split}.tsv`.
+
+    The qrels file has the tab-separated columns query-id, corpus-id, score; a header line is not required.
+
+    Raises:
+        FileNotFoundError: naming the file that is not there.
+        ValueError: on a line that cannot be read (file and line are named), an empty file, ids of the qrels that are
+            not in the corpus or the queries, and qrels without a relevant document.
+    """
+    path = Path(path)
+    files = [path / "corpus.jsonl", path / "queries.jsonl", path / "qrels" / f"{split}.tsv"]
+    missing = [str(file.relative_to(path)) for file in files if not file.is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"{path} is no BEIR-format folder: {', '.join(missing)} not found; it needs corpus.jsonl, queries.jsonl "
+            f"and qrels/{split}.tsv."
+        )
+    corpus, queries, qrels = _read_jsonl(files[0]), _read_jsonl(files[1]), _read_qrels(files[2])
+    _check_known(files[2], files[0], {doc for docs in qrels.values() for doc in docs} - corpus.keys())
+    _check_known(files[2], files[1], qrels.keys() - queries.keys())
+    if not any(grade > 0 for docs in qrels.values() for grade in docs.values()):
+        raise ValueError(f"{files[2]} has no line with a score of 1 or above, so no document is relevant.")
+    return BeirFolder(path, corpus, {query: queries[query] for query in qrels}, qrels)
+
+
+def _read_jsonl(path: Path) -> dict[str, str]:
+    texts = {}
+    with open(path, encoding="utf-8") as lines:
+        try:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                record = json.loads(line)
+                if not isinstance(record, dict) or "_id" not in record or not isinstance(record.get("text"), str):
+                    raise ValueError('each line must be an object with "_id" and "text"')
+                key = str(record["_id"])
+                if key in texts:
+                    raise ValueError(f"the _id {key!r} occurs a second time")
+                texts[key] = f"{record.get('title') or ''} {record['text']}".strip()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 ({error}); convert it first.") from None
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}.") from None
+    if not texts:
+        raise ValueError(f"{path} is empty.")
+    return texts
+
+
+def _read_qrels(path: Path) -> dict[str, dict[str, int]]:
+    qrels: dict[str, dict[str, int]] = {}
+    with open(path, encoding="utf-8", newline="") as lines:
+        rows = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
+        for row in rows:
+            if not row:
+                continue
+            try:
+                query, doc, score = row
+                grade = int(score)
+            except ValueError:
+                if rows.line_num == 1:  # the header
+                    continue
+                raise ValueError(
+                    f"{path}, line {rows.line_num}: expected query-id, corpus-id and a whole-number score, "
+                    f"separated by tabs, not {row}."
+                ) from None
+            qrels.setdefault(query, {})[doc] = grade
+    if not qrels:
+        raise ValueError(f"{path} has no judgement.")
+    return qrels
+
+
+def _check_known(qrels_file: Path, file: Path, unknown: set[str]) -> None:
+    if unknown:
+        shown = ", ".join(sorted(unknown)[:3])
+        raise ValueError(
+            f"{qrels_file} names {len(unknown)} ids that are not in {file.name} (such as {shown}); "
+            "the files do not belong together, or the set was cut down without its qrels."
+        )

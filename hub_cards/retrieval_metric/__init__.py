@@ -1,0 +1,1 @@
+"""The retrieval metric; this folder is what `evaluate.load` reads."""

@@ -1,0 +1,151 @@
+"""Validation without labels: does a retriever help the LM, and does it find the rest of a document?"""
+
+import random
+import re
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from hub_cards.ranking import as_tensor, standardise, top_k
+from hub_cards.retrieval_metric.retrieval_metric import score_run
+
+
+__all__ = ["first_part", "retrieval_gain", "sibling_retrieval", "standardise"]
+
+
+def first_part(text: str, ratio: float = 0.5) -> str:
+    """The first `ratio` of a text's words (rounded up), spaces and line breaks as they were.
+
+    A text of fewer than four words, as in scripts written without spaces, is cut by characters instead.
+    """
+    words = list(re.finditer(r"\S+", text))
+    if len(words) < 4:
+        text = text.strip()
+        return text[: max(1, round(len(text) * ratio))]
+    keep = max(1, -(-len(words) * ratio // 1))
+    return text[words[0].start() : words[int(keep) - 1].end()]
+
+
+def sibling_retrieval(
+    groups: Iterable[Mapping],
+    encode_query: Callable[[list[str]], object],
+    encode_document: Callable[[list[str]], object],
+    *,
+    span_ratio: float = 0.5,
+    num_queries: int | None = None,
+    seed: int = 0,
+    standardised: bool = False,
+) -> dict:
+    """How well the first part of a chunk finds the other chunks of its document among all held-out chunks.
+
+    The chunk itself is left out of the ranking. Chunks of identical text count as one, which belongs to every
+    document that holds it. Chunks whose document has no other chunk here are candidates but not queries.
+
+    Args:
+        groups: rows of a prepared set: `texts` (list of str), `doc_ids` (list of str, as long) and, where several
+            sources are mixed, `source`.
+        encode_query, encode_document: take a list of N str, return (N, d) L2-normalised embeddings (array or tensor).
+        span_ratio: share of a chunk's words that make the query, as the similarity of the training takes them
+            (Revela, section 4.1: the first half).
+        num_queries: at most so many queries, drawn by `seed`; the candidates stay all chunks.
+        standardised: standardise the embeddings per dimension first (`standardise`).
+
+    Returns:
+        `ndcg_at_10`, `mrr_at_10` (0..1), `mean_cosine` (of two different chunks; near 1 = collapsed), `num_queries`,
+        `num_chunks` (distinct), `num_duplicates`, `num_without_sibling`.
+
+    Raises:
+        ValueError: if the groups are empty, or no chunk has a sibling.
+    """
+    owners: dict[str, set] = {}
+    members: dict[tuple, set] = {}
+    num_read = 0
+    for group in groups:
+        for text, doc_id in zip(group["texts"], group["doc_ids"], strict=True):
+            document = (group.get("source"), doc_id)
+            owners.setdefault(text, set()).add(document)
+            members.setdefault(document, set()).add(text)
+            num_read += 1
+    if not owners:
+        raise ValueError("The groups hold no chunk; prepare a held-out share of documents for validation.")
+    texts = list(owners)
+    index = {text: position for position, text in enumerate(texts)}
+    siblings = [
+        {index[other] for document in owners[text] for other in members[document]} - {position}
+        for position, text in enumerate(texts)
+    ]
+    queries = [position for position, others in enumerate(siblings) if others]
+    if not queries:
+        raise ValueError(
+            f"None of the {len(texts)} held-out chunks has a second chunk of its document beside it, so sibling "
+            "retrieval has no query; hold out more or longer documents."
+        )
+    num_without_sibling = len(texts) - len(queries)
+    if num_queries is not None and num_queries < len(queries):
+        queries = sorted(random.Random(seed).sample(queries, num_queries))
+
+    documents = as_tensor(encode_document(texts))
+    spans = as_tensor(encode_query([first_part(texts[position], span_ratio) for position in queries]))
+    if standardised:
+        spans, documents = standardise(spans, documents)
+    scores, indices = top_k(spans, documents, 11, exclude=torch.tensor(queries))
+    run = {
+        str(position): {str(doc): score for score, doc in zip(row, docs, strict=True) if doc != position}
+        for position, row, docs in zip(queries, scores.tolist(), indices.tolist(), strict=True)
+    }
+    measured = score_run(run, {str(position): {str(doc): 1 for doc in siblings[position]} for position in queries})
+    total, count = documents.sum(0).double(), len(documents)
+    return {
+        "ndcg_at_10": measured["ndcg_at_10"],
+        "mrr_at_10": measured["mrr_at_10"],
+        "mean_cosine": float((total @ total - (documents.double() ** 2).sum()) / (count * (count - 1))),
+        "num_queries": len(queries),
+        "num_chunks": count,
+        "num_duplicates": num_read - count,
+        "num_without_sibling": num_without_sibling,
+    }
+
+
+@torch.no_grad()
+def retrieval_gain(model: torch.nn.Module, batches: Iterable[Mapping[str, torch.Tensor]]) -> dict:
+    """What the retriever's weights are worth to the LM: in-batch loss with uniform weights minus that with its own.
+
+    Above 0, the retriever points the LM to chunks that help it; at 0 it knows no better than an average.
+
+    Args:
+        model: a `RevelaForPreTraining`. Called as `model(**batch)` it gives `loss` (mean over `num_target_tokens`)
+            and `in_batch_weights` (rows, rows); `in_batch_weights=` overrides the retriever's.
+        batches: held-out batches of the trainer's collator, on the model's device; `group_ids` (rows,) int says which
+            rows see each other.
+
+    Returns:
+        `retrieval_gain`, `in_batch_loss`, `uniform_loss` (nats a token, means weighted by tokens), `num_target_tokens`.
+
+    Raises:
+        ValueError: if there is no batch, or a group of one.
+    """
+    was_training = model.training
+    model.eval()
+    own, uniform, tokens = 0.0, 0.0, 0
+    try:
+        for batch in batches:
+            same = batch["group_ids"][:, None] == batch["group_ids"][None, :]
+            same = same & ~torch.eye(len(same), dtype=torch.bool, device=same.device)
+            sizes = same.sum(1, keepdim=True)
+            if (sizes == 0).any():
+                raise ValueError("A validation batch has a group of one chunk; a chunk needs others to attend to.")
+            output = model(**batch)
+            count = int(output.num_target_tokens)
+            own += float(output.loss) * count
+            uniform += float(model(**batch, in_batch_weights=same.float() / sizes).loss) * count
+            tokens += count
+    finally:
+        model.train(was_training)
+    if tokens == 0:
+        raise ValueError("The validation batches hold no token to predict; prepare a larger held-out share.")
+    return {
+        "retrieval_gain": (uniform - own) / tokens,
+        "in_batch_loss": own / tokens,
+        "uniform_loss": uniform / tokens,
+        "num_target_tokens": tokens,
+    }
