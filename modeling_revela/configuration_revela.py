@@ -1,0 +1,147 @@
+"""Configuration of a Revela pre-training checkpoint."""
+
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+
+POOLINGS = ("eos", "cls", "mean")
+SIMILARITY_SPANS = ("first_half", "full")
+SIMILARITY_DTYPES = ("float32", "bfloat16", "float16")
+
+
+class RevelaConfig(PreTrainedConfig):
+    r"""
+    Configuration of [`RevelaForCausalLM`] and [`RevelaForPreTraining`] (arXiv 2506.16552).
+
+    Args:
+        lm_config (`PreTrainedConfig` or `dict`, *optional*):
+            Configuration of the causal LM that in-batch attention is added to.
+        retriever_config (`PreTrainedConfig` or `dict`, *optional*):
+            Configuration of the retriever's backbone; `None` for a [`RevelaForCausalLM`] on its own.
+        v_norm (`bool`, defaults to `True`):
+            V-normalisation (Eq. 8): divide each cross-chunk output by the attention-weighted norm of the values.
+            On for prose, off for code in the paper (B.5).
+        v_norm_eps (`float`, defaults to 1e-6): the constant of Eq. 8.
+        in_batch_gate (`bool`, defaults to `False`):
+            Scale the cross-chunk output of each layer and head by a learned gate g before it is added:
+            h = s + g · b instead of Eq. 7. Not in the paper: it lets a pre-trained LM start undisturbed.
+        in_batch_gate_init (`float`, defaults to 0.05): where every gate starts.
+        include_diagonal (`bool`, defaults to `False`):
+            Let a chunk also attend, in full, to its own e stream. An option of the authors' code; it shows the LM the
+            tokens that it is to predict, so it is an ablation, not a setting to train with.
+        dual_loss (`bool`, defaults to `False`): add the next-token loss of the plain (e) stream to the loss.
+        weight_floor (`float`, defaults to 1e-8):
+            In-batch weights at or below this are not computed. 0 drops only what is exactly zero.
+        temperature (`float`, defaults to 1e-4): of the softmax over similarities (§3.3).
+        trainable_temperature (`bool`, defaults to `False`): learn the logarithm of the temperature.
+        similarity_dtype (`str`, defaults to `"float32"`):
+            Precision of the cosines and of their division by the temperature; the softmax is always float32.
+            `"bfloat16"` is what the authors train in: at 1e-4 near cosine 0.9 several chunks then tie and share the
+            weight, where float32 gives one chunk everything and the retriever almost no gradient.
+        similarity_span (`str`, defaults to `"first_half"`):
+            Which part of a chunk its query embedding sees: `"first_half"` (prose) or `"full"` (code), B.5.
+        similarity_span_ratio (`float`, defaults to 0.5): the share of the tokens that `"first_half"` keeps.
+        pooling (`str`, defaults to `"eos"`): `"eos"` (last real token), `"cls"` or `"mean"`.
+        query_prompt (`str`, defaults to `"query: "`), document_prompt (`str`, defaults to `"passage: "`):
+            Put before the text of either side; lower-case, as in the authors' code and released checkpoints.
+        freeze_lm (`bool`, defaults to `False`): leave the LM as it is and train the retriever (and gates) only.
+        retriever_lora (`dict`, *optional*), lm_lora (`dict`, *optional*):
+            Arguments of `peft.LoraConfig` for either half; `None` trains all of its weights.
+        save_backbones (`bool`, defaults to `True`):
+            Whether a checkpoint carries the frozen weights below the adapters. `False` leaves them out, and
+            `from_pretrained` reads them from `retriever_name_or_path` and `lm_name_or_path`.
+        retriever_name_or_path (`str`, *optional*), lm_name_or_path (`str`, *optional*): where the backbones came from.
+
+    Raises:
+        ValueError: for a value outside its range, naming the field.
+    """
+
+    model_type = "revela"
+
+    def __init__(
+        self,
+        lm_config: PreTrainedConfig | dict[str, Any] | None = None,
+        retriever_config: PreTrainedConfig | dict[str, Any] | None = None,
+        v_norm: bool = True,
+        v_norm_eps: float = 1e-6,
+        in_batch_gate: bool = False,
+        in_batch_gate_init: float = 0.05,
+        include_diagonal: bool = False,
+        dual_loss: bool = False,
+        weight_floor: float = 1e-8,
+        temperature: float = 1e-4,
+        trainable_temperature: bool = False,
+        similarity_dtype: str = "float32",
+        similarity_span: str = "first_half",
+        similarity_span_ratio: float = 0.5,
+        pooling: str = "eos",
+        query_prompt: str = "query: ",
+        document_prompt: str = "passage: ",
+        freeze_lm: bool = False,
+        retriever_lora: dict[str, Any] | None = None,
+        lm_lora: dict[str, Any] | None = None,
+        save_backbones: bool = True,
+        retriever_name_or_path: str | None = None,
+        lm_name_or_path: str | None = None,
+        **kwargs,
+    ):
+        self.lm_config = _as_config(lm_config)
+        self.retriever_config = _as_config(retriever_config)
+        self.v_norm = v_norm
+        self.v_norm_eps = v_norm_eps
+        self.in_batch_gate = in_batch_gate
+        self.in_batch_gate_init = in_batch_gate_init
+        self.include_diagonal = include_diagonal
+        self.dual_loss = dual_loss
+        self.weight_floor = weight_floor
+        self.temperature = temperature
+        self.trainable_temperature = trainable_temperature
+        self.similarity_dtype = similarity_dtype
+        self.similarity_span = similarity_span
+        self.similarity_span_ratio = similarity_span_ratio
+        self.pooling = pooling
+        self.query_prompt = query_prompt
+        self.document_prompt = document_prompt
+        self.freeze_lm = freeze_lm
+        self.retriever_lora = retriever_lora
+        self.lm_lora = lm_lora
+        self.save_backbones = save_backbones
+        self.retriever_name_or_path = retriever_name_or_path
+        self.lm_name_or_path = lm_name_or_path
+        self._check()
+        super().__init__(**kwargs)
+
+    def get_text_config(self, *args, **kwargs):
+        """The LM's own: what transformers asks for vocabulary and hidden sizes."""
+        return self if self.lm_config is None else self.lm_config.get_text_config(*args, **kwargs)
+
+    def _check(self) -> None:
+        choices = {
+            "pooling": POOLINGS,
+            "similarity_span": SIMILARITY_SPANS,
+            "similarity_dtype": SIMILARITY_DTYPES,
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"`{name}` must be one of {', '.join(allowed)}, not {getattr(self, name)!r}.")
+        if not self.temperature > 0:
+            raise ValueError(f"`temperature` must be above 0, not {self.temperature}.")
+        if not 0 < self.similarity_span_ratio < 1:
+            raise ValueError(f"`similarity_span_ratio` must lie between 0 and 1, not {self.similarity_span_ratio}.")
+        if not 0 <= self.weight_floor < 1e-2:
+            raise ValueError(
+                f"`weight_floor` must lie between 0 and 0.01, not {self.weight_floor}: a higher floor changes the loss."
+            )
+
+
+def _as_config(config: PreTrainedConfig | dict[str, Any] | None) -> PreTrainedConfig | None:
+    if config is None or isinstance(config, PreTrainedConfig):
+        return config
+    config = dict(config)
+    return AutoConfig.for_model(config.pop("model_type"), **config)
+
+
+RevelaConfig.register_for_auto_class()
+
+__all__ = ["RevelaConfig"]

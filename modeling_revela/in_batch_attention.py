@@ -1,0 +1,162 @@
+"""In-batch attention (arXiv 2506.16552, Eq. 3-9) as an attention function of stock transformers models.
+
+The LM runs once over a doubled batch `[e; h]` of 2B rows that share its weights. Self-attention is the model's own in
+all rows (Eq. 4). The rows of h also attend, without a causal mask, to the keys and values of the e rows of other
+chunks (Eq. 5), and the outputs are summed with the retriever's weights (Eq. 6, 9) and added (Eq. 7). Gradients flow
+through the keys and values of e, and through the weights into the retriever.
+
+At the paper's temperature most weights are zero, so what is computed is a list of pairs (i, j) whose weight lies above
+a floor, each one row of attention: the same loss and gradients at a cost near linear in the group size.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+
+IN_BATCH_ATTENTION = "revela_in_batch"
+
+# Arguments some models hand to attention that change the softmax; computing b_ij without them would be silently wrong.
+_UNSUPPORTED = {
+    "softcap": "soft-capped attention logits",
+    "s_aux": "attention sinks",
+    "position_bias": "a position bias",
+}
+
+
+@dataclass(eq=False)
+class InBatchContext:
+    """What in-batch attention needs to know beside queries, keys and values; made once a forward.
+
+    Args:
+        weights: (B, B), row i holds Sim(D_i, D_j) over j; any float dtype, zero where i must not see j.
+        key_mask: (B, L) bool, True at real tokens; `None` where no row is padded.
+        v_norm: whether Eq. 8 is applied; `v_norm_eps` is its constant.
+        gate: (number of layers, number of heads) scale of b, or `None` for Eq. 7 as it stands.
+        floor: weights at or below it are skipped.
+    """
+
+    weights: torch.Tensor
+    key_mask: torch.Tensor | None = None
+    v_norm: bool = True
+    v_norm_eps: float = 1e-6
+    gate: torch.Tensor | None = None
+    floor: float = 0.0
+    layers_seen: set = field(default_factory=set)
+
+    def __post_init__(self):
+        with torch.no_grad():
+            self.rows, self.columns = (self.weights > self.floor).nonzero(as_tuple=True)
+        self.pair_weights = self.weights[self.rows, self.columns]
+        self.pair_key_mask = None if self.key_mask is None else self.key_mask[self.columns][:, None, None, :]
+
+    @property
+    def num_pairs(self) -> int:
+        return self.rows.numel()
+
+
+def in_batch_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    in_batch: InBatchContext | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """
+    Attention function in the form of transformers' `AttentionInterface`. Without `in_batch` it is `sdpa`.
+
+    Args:
+        query: (2B, H, L, D); key, value: (2B, H_kv, L, D): rows 0..B-1 are the e stream, the rest h.
+        attention_mask: what `sdpa_mask` made for the 2B rows.
+        in_batch: the weights and options; reaches the layers as a keyword argument of the model's forward.
+
+    Returns:
+        (2B, L, H, D) and `None`.
+
+    Raises:
+        ValueError: for a model whose attention has a soft cap, sinks or a position bias.
+    """
+    for name, what in _UNSUPPORTED.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{type(module).__name__} uses {what} (`{name}`), which in-batch attention cannot honour: "
+                "choose a backbone without it."
+            )
+    output, _ = sdpa_attention_forward(
+        module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+    )
+    if in_batch is None:
+        return output, None
+    in_batch.layers_seen.add(module.layer_idx)
+    if in_batch.num_pairs == 0:
+        return output, None
+
+    chunks = query.shape[0] // 2
+    cross = _cross_chunk_attention(
+        query[chunks:], key[:chunks], value[:chunks], in_batch, scaling, dropout if module.training else 0.0
+    )
+    if in_batch.gate is not None:
+        cross = cross * in_batch.gate[module.layer_idx].to(cross.dtype)[None, :, None, None]
+    # Eq. 7: h = s + b, in the rows of h only.
+    return torch.cat((output[:chunks], output[chunks:] + cross.transpose(1, 2)), dim=0), None
+
+
+def _cross_chunk_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    in_batch: InBatchContext,
+    scaling: float | None,
+    dropout: float,
+) -> torch.Tensor:
+    """Eq. 5, 6, 8 and 9: (B, H, L, D) queries of h, (B, H_kv, L, D) keys and values of e -> b, (B, H, L, D)."""
+    chunks, heads, length, head_dim = query.shape
+    kv_heads = key.shape[1]
+    value_dim = value.shape[-1]
+    scaling = head_dim**-0.5 if scaling is None else scaling
+    if in_batch.v_norm:
+        # softmax(QK^T)·||V|| of Eq. 8 comes out of the same product: the norm rides along as one more channel of V.
+        # Fused kernels want one head dimension, a multiple of 8, for all three.
+        padded = -(-(max(value_dim + 1, head_dim)) // 8) * 8
+        norms = (
+            value.float().norm(dim=-1, keepdim=True) if value.dtype.itemsize < 4 else value.norm(dim=-1, keepdim=True)
+        )
+        value = torch.cat((value, norms.to(value.dtype)), dim=-1)
+        value = nn.functional.pad(value, (0, padded - value.shape[-1]))
+        query = nn.functional.pad(query, (0, padded - head_dim))
+        key = nn.functional.pad(key, (0, padded - head_dim))
+
+    rows, columns = in_batch.rows, in_batch.columns
+    # The cross mask has no query dimension, so the heads that share a key head fold into the length: keys and values
+    # are never repeated for grouped-query attention.
+    pair_query = query[rows].reshape(len(rows), kv_heads, heads // kv_heads * length, -1)
+    pairs = nn.functional.scaled_dot_product_attention(
+        pair_query,
+        key[columns],
+        value[columns],
+        attn_mask=in_batch.pair_key_mask,
+        dropout_p=dropout,
+        scale=scaling,
+    )
+    pairs = pairs.reshape(len(rows), heads, length, -1)
+    weights = in_batch.pair_weights[:, None, None, None]
+    if in_batch.v_norm:
+        weights = weights / (pairs[..., value_dim : value_dim + 1].to(weights.dtype) + in_batch.v_norm_eps)
+        pairs = pairs[..., :value_dim]
+    pairs = pairs * weights.to(pairs.dtype)
+    return pairs.new_zeros(chunks, heads, length, value_dim).index_add(0, rows, pairs)
+
+
+AttentionInterface.register(IN_BATCH_ATTENTION, in_batch_attention_forward)
+# Without a mask function of its own transformers hands such an attention no mask at all: silently wrong on padding.
+AttentionMaskInterface.register(IN_BATCH_ATTENTION, sdpa_mask)
+
+__all__ = ["IN_BATCH_ATTENTION", "InBatchContext", "in_batch_attention_forward"]
