@@ -51,10 +51,11 @@ def load_beir_folder(path: str | Path, split: str = "test") -> BeirFolder:
 
 
 def _read_jsonl(path: Path) -> dict[str, str]:
-    texts = {}
+    texts, number = {}, 0
     with open(path, encoding="utf-8") as lines:
         try:
-            for number, line in enumerate(lines, 1):
+            for line in lines:
+                number += 1
                 if not line.strip():
                     continue
                 record = json.loads(line)

@@ -1,4 +1,4 @@
-"""Measures retrievers, several side by side, on a local BEIR-format folder, on mteb tasks, or without labels."""
+"""Measures retrievers side by side: on a local BEIR-format folder, on mteb tasks, or without labels."""
 
 import json
 import os
@@ -6,34 +6,36 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
 from sentence_transformers import SentenceTransformer
 
 from hub_cards import ranking
 from hub_cards.beir_folder import BeirFolder, load_beir_folder
+from hub_cards.encoding import describe_model, encode, load_model
 from hub_cards.retrieval_metric.retrieval_metric import MEASURES, score_run
-
+from hub_cards.validation import read_groups, sibling_retrieval
 
 METRIC_PATH = Path(__file__).parent / "retrieval_metric"
 """The folder to give to `evaluate.load`, wherever the package is installed."""
 
-MEASURE_NAMES = {
+TITLES = {
     "ndcg_at_10": "nDCG@10",
     "mrr_at_10": "MRR@10",
     "recall_at_10": "Recall@10",
     "recall_at_100": "Recall@100",
+    "retrieval_gain": "gain",
+    "mean_cosine": "mean cosine",
 }
 TOP_K = 100
 
-Models = Sequence[str | SentenceTransformer] | Mapping[str, str | SentenceTransformer]
+Models = str | SentenceTransformer | Sequence[str | SentenceTransformer] | Mapping[str, str | SentenceTransformer]
 
 
 def evaluate(
     models: Models,
-    task: str | Path | Sequence[str],
+    task: str | Path | Sequence,
     *,
     baselines: Models = (),
     standardise: Models = (),
@@ -46,28 +48,29 @@ def evaluate(
     """Measures nDCG@10, MRR@10, Recall@10 and Recall@100 of several retrievers on the same task.
 
     Texts go through `encode_query` and `encode_document`, so each model's saved prompts, pooling and maximal length
-    apply; the search is exact.
+    apply; the search is exact. A document that is the query itself (same id and text, not judged) is left out.
 
     Args:
         models: sentence-transformers models: folders, Hub ids or loaded ones; or a mapping from the name to show.
         task: a folder in BEIR's format (`corpus.jsonl`, `queries.jsonl`, `qrels/test.tsv`), or the name (or names) of
-            mteb tasks or benchmarks, such as "NanoBEIR", "CoIR", "BRIGHT", "SciFact".
+            mteb tasks or benchmarks, such as "NanoBEIR", "CoIR", "BRIGHT", "SciFact", or mteb task objects.
         baselines: models to compare with, shown above `models`.
         standardise: models to show (also) with embeddings standardised per dimension by the corpus: the free baseline
             that training must beat. Local folders only.
         bm25: show BM25 as a row. Local folders only.
-        out: JSON file to write (over an old one).
+        out: JSON file to write (over an old one). While mteb tasks run, what is done so far is in `OUT.partial`.
         batch_size: texts a forward pass.
         split: which qrels file of a local folder.
         show: print the table, and progress bars where stderr is a terminal.
 
     Returns:
-        What the JSON file holds: `task`, `rows` (one a model, in the order shown: scores, prompts, max_seq_length,
-        seconds, …), `settings`, `versions`, `date`.
+        What the JSON file holds: `task`, `rows` (one a model and task, in the order shown: scores, prompts,
+        max_seq_length, seconds, …), `settings`, `versions`, `date`.
 
     Raises:
         FileNotFoundError, ValueError: on a folder that is not a test set, an unknown task (near names are given), a
             model that does not load, no model at all.
+        RuntimeError: if the data of an mteb task does not load.
     """
     specs = _model_specs(baselines, models, standardise)
     settings = {"batch_size": batch_size, "top_k": TOP_K}
@@ -88,103 +91,145 @@ def evaluate(
             rows += _beir_rows(spec, test_set, batch_size, progress)
         results = _results(description, rows, settings)
     else:
-        from hub_cards import mteb_tasks
-
-        if any(spec["standardise"] for spec in specs):
-            raise ValueError("Standardised rows need all embeddings of a corpus at once: only for a local folder.")
-        names = [task] if isinstance(task, (str, Path)) else list(task)
-        description, rows = mteb_tasks.evaluate_tasks(specs, [str(name) for name in names], batch_size, progress)
-        results = _results(description, rows, settings)
-    if out is not None:
-        write_json(results, out)
-    if show:
-        print_table(results)
-    return results
+        if any(spec["standardised"] for spec in specs):
+            raise ValueError("A standardised row needs a whole corpus embedded at once: only for a local folder.")
+        names = [task] if isinstance(task, (str, Path)) or not isinstance(task, Sequence) else task
+        results = _evaluate_mteb(specs, names, settings, out, progress)
+    return _finish(results, out, show)
 
 
-def load_model(model: str | SentenceTransformer) -> SentenceTransformer:
-    """The model itself, or the one loaded from a folder or Hub id; raises ValueError naming what did not load."""
-    if isinstance(model, SentenceTransformer):
-        return model
-    try:
-        return SentenceTransformer(str(model))
-    except Exception as error:
-        # One sentence that names the model: what the loaders raise is about whichever file they tried last.
-        hint = "" if Path(model).exists() else " There is no such folder, so it was taken for a Hub id."
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ValueError(f"{model} does not load as a sentence-transformers model.{hint} ({reason})") from error
+def evaluate_groups(
+    models: Models,
+    groups: str | Path | Iterable[Mapping],
+    *,
+    baselines: Models = (),
+    standardise: Models = (),
+    gains: Mapping[str, Mapping] | None = None,
+    span_ratio: float = 0.5,
+    num_queries: int | None = None,
+    seed: int = 0,
+    out: str | Path | None = None,
+    batch_size: int = 32,
+    split: str = "validation",
+    show: bool = True,
+) -> dict:
+    """Measures retrievers without labels, by sibling retrieval on held-out chunks (`validation.sibling_retrieval`).
 
+    Args:
+        models, baselines, standardise, out, batch_size, show: as for `evaluate`.
+        groups: a prepared set's folder, or rows with `texts` and `doc_ids`.
+        gains: model name -> what `validation.retrieval_gain` gave for it, to show beside.
+        span_ratio, num_queries, seed: as for `sibling_retrieval`.
+        split: which files of a prepared set.
 
-def describe_model(model: SentenceTransformer) -> dict:
-    """What decides a model's embeddings beside its weights: the prompts used, length, similarity, size, device."""
-    return {
-        "prompts": prompts_used(model),
-        "max_seq_length": model.max_seq_length,
-        "similarity": str(model.similarity_fn_name),
-        "dimensions": model.get_embedding_dimension(),
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-        "device": str(model.device),
+    Returns:
+        As `evaluate`, with `mean_cosine` (and `retrieval_gain`) among the scores.
+    """
+    specs = _model_specs(baselines, models, standardise)
+    progress = show and sys.stderr.isatty()
+    description = {"name": "sibling retrieval", "kind": "groups"}
+    if isinstance(groups, (str, Path)):
+        description |= {"path": str(groups), "split": split}
+        groups = read_groups(groups, split)
+    groups = list(groups)
+    rows = []
+    for spec in specs:
+        model = load_model(spec["model"])
+        embeddings = {}
+
+        def encoder(side, model=model, embeddings=embeddings):
+            # Both rows of a model rank the same embeddings, so they are made once.
+            def encode_once(texts):
+                if side not in embeddings:
+                    embeddings[side] = encode(model, texts, side, batch_size, progress)
+                return embeddings[side]
+
+            return encode_once
+
+        for standardised in _variants(spec):
+            start = time.perf_counter()
+            scores = sibling_retrieval(
+                groups,
+                encoder("query"),
+                encoder("document"),
+                span_ratio=span_ratio,
+                num_queries=num_queries,
+                seed=seed,
+                standardised=standardised,
+            )
+            scores |= {} if standardised or gains is None else gains.get(spec["name"], {})
+            seconds = {"all": round(time.perf_counter() - start, 3)}
+            rows.append(_model_row(spec, model, "sibling retrieval", scores, seconds, standardised))
+    description |= {
+        "num_queries": rows[0]["scores"]["num_queries"],
+        "num_documents": rows[0]["scores"]["num_chunks"],
     }
+    settings = {"batch_size": batch_size, "span_ratio": span_ratio, "num_queries": num_queries, "seed": seed}
+    return _finish(_results(description, rows, settings), out, show)
 
 
-def prompts_used(model: SentenceTransformer) -> dict[str, str]:
-    """The texts that `encode_query` and `encode_document` put before a query and a document."""
-    names = {"query": ("query",), "document": ("document", "passage", "corpus")}
-    default = model.prompts.get(model.default_prompt_name) if model.default_prompt_name else ""
-    return {
-        side: next((model.prompts[name] for name in candidates if name in model.prompts), default) or ""
-        for side, candidates in names.items()
-    }
+def write_json(results: dict, out: str | Path) -> None:
+    """Writes results whole or not at all: to a temporary name beside `out`, then renamed."""
+    out = Path(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(temporary, out)
 
 
-def encode(model: SentenceTransformer, texts: Sequence[str], side: str, batch_size: int, progress: bool):
-    """Float32 CPU embeddings (N, d), ready for inner products. `side`: "query" or "document"."""
-    method = model.encode_query if side == "query" else model.encode_document
-    similarity = str(model.similarity_fn_name)
-    if similarity not in ("cosine", "dot"):
-        raise ValueError(f"The model ranks by {similarity} distance; only cosine and dot product are supported.")
-    embeddings = method(
-        list(texts),
-        batch_size=batch_size,
-        show_progress_bar=progress and len(texts) > batch_size,
-        convert_to_tensor=True,
-        normalize_embeddings=similarity == "cosine",
-    )
-    return ranking.as_tensor(embeddings)
+def print_table(results: dict) -> None:
+    """Prints one line a row: the model and its measures, a task's best in bold."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    task, rows = results["task"], results["rows"]
+    counts = ", ".join(f"{task[f'num_{name}']} {name}" for name in ("queries", "documents") if f"num_{name}" in task)
+    table = Table(title=escape(f"{task['name']}{f' ({counts})' if counts else ''}"), title_justify="left")
+    several = len({row["task"] for row in rows}) > 1
+    if several:
+        table.add_column("task")
+    table.add_column("model", overflow="fold")
+    measures = [name for name in TITLES if any(name in row["scores"] for row in rows)]
+    for name in measures:
+        table.add_column(TITLES[name], justify="right")
+    for row in rows:
+        cells = []
+        for name in measures:
+            value = row["scores"].get(name)
+            shown = "" if value is None else f"{value:.3f}"
+            rivals = [
+                other["scores"][name] for other in rows if other["task"] == row["task"] and name in other["scores"]
+            ]
+            # A mean cosine is no contest.
+            is_best = name != "mean_cosine" and len(rivals) > 1 and value == max(rivals)
+            cells.append(f"[bold]{shown}[/bold]" if is_best else shown)
+        table.add_row(*([escape(row["task"])] if several else []), escape(row["model"]), *cells)
+    Console().print(table)
 
 
 def _beir_rows(spec: dict, test_set: BeirFolder, batch_size: int, progress: bool) -> list[dict]:
     model = load_model(spec["model"])
+    seconds = {}
     start = time.perf_counter()
     queries = encode(model, test_set.queries.values(), "query", batch_size, progress)
-    encoded_queries = time.perf_counter()
+    seconds["encode_queries"] = round(time.perf_counter() - start, 3)
+    start = time.perf_counter()
     documents = encode(model, test_set.corpus.values(), "document", batch_size, progress)
-    encoded_documents = time.perf_counter()
-    seconds = {"encode_queries": encoded_queries - start, "encode_documents": encoded_documents - encoded_queries}
+    seconds["encode_documents"] = round(time.perf_counter() - start, 3)
+    doc_ids = list(test_set.corpus)
     rows = []
-    for standardised in (False, True):
-        if not spec["standardise" if standardised else "plain"]:
-            continue
+    for standardised in _variants(spec):
         start = time.perf_counter()
         sides = ranking.standardise(queries, documents) if standardised else (queries, documents)
         scores, indices = ranking.top_k(*sides, TOP_K + 1)
-        doc_ids = list(test_set.corpus)
         run = {
             query: {doc_ids[index]: score for index, score in zip(*ranked, strict=True)}
             for query, *ranked in zip(test_set.queries, indices.tolist(), scores.tolist(), strict=True)
         }
-        rows.append(
-            {
-                "model": spec["name"] + (" (standardised)" if standardised else ""),
-                "role": spec["role"],
-                "task": test_set.path.resolve().name,
-                "scores": _score(run, test_set),
-                "standardised": standardised,
-                **describe_model(model),
-                "seconds": _rounded({**seconds, "search": time.perf_counter() - start}),
-            }
-        )
+        seconds["search"] = round(time.perf_counter() - start, 3)
+        task = test_set.path.resolve().name
+        rows.append(_model_row(spec, model, task, _score(run, test_set), dict(seconds), standardised))
     return rows
 
 
@@ -193,12 +238,12 @@ def _bm25_row(test_set: BeirFolder) -> dict:
     import Stemmer
 
     start = time.perf_counter()
-    tokens = {"stopwords": "en", "stemmer": Stemmer.Stemmer("english"), "show_progress": False}
+    options = {"stopwords": "en", "stemmer": Stemmer.Stemmer("english"), "show_progress": False}
     retriever = bm25s.BM25(method="lucene")
-    retriever.index(bm25s.tokenize(list(test_set.corpus.values()), **tokens), show_progress=False)
+    retriever.index(bm25s.tokenize(list(test_set.corpus.values()), **options), show_progress=False)
     indexed = time.perf_counter()
     indices, scores = retriever.retrieve(
-        bm25s.tokenize(list(test_set.queries.values()), **tokens),
+        bm25s.tokenize(list(test_set.queries.values()), **options),
         k=min(TOP_K + 1, len(test_set.corpus)),
         show_progress=False,
     )
@@ -213,49 +258,108 @@ def _bm25_row(test_set: BeirFolder) -> dict:
         "role": "baseline",
         "task": test_set.path.resolve().name,
         "scores": _score(run, test_set),
-        "standardised": False,
-        "tokens": {"stopwords": "english", "stemmer": "english (snowball)"},
         "bm25": {"method": "lucene", "k1": retriever.k1, "b": retriever.b},
-        "seconds": _rounded({"index": indexed - start, "search": time.perf_counter() - indexed}),
+        "words": {"stopwords": "english", "stemmer": "snowball english"},
+        "seconds": {"index": round(indexed - start, 3), "search": round(time.perf_counter() - indexed, 3)},
     }
 
 
 def _score(run: dict[str, dict[str, float]], test_set: BeirFolder) -> dict:
     for query, ranked in run.items():
         # Some sets (ArguAna, Quora) take their queries from the corpus; finding the query itself is no find.
-        if query in ranked and query not in test_set.qrels[query]:
-            if test_set.corpus[query].endswith(test_set.queries[query]):
-                del ranked[query]
+        is_itself = query in ranked and test_set.corpus[query].endswith(test_set.queries[query])
+        if is_itself and query not in test_set.qrels[query]:
+            del ranked[query]
         for extra in list(ranked)[TOP_K:]:
             del ranked[extra]
     return score_run(run, test_set.qrels)
 
 
+def _evaluate_mteb(specs: list[dict], names: Sequence, settings: dict, out, progress: bool) -> dict:
+    from hub_cards import mteb_tasks
+
+    label, tasks = mteb_tasks.resolve(names)
+    description = {"name": label, "kind": "mteb", "tasks": [task.metadata.name for task in tasks]}
+    partial = None if out is None else Path(f"{out}.partial")
+    rows = []
+    for spec in specs:
+        model = load_model(spec["model"])
+        for task in tasks:
+            found = mteb_tasks.evaluate_task(model, task, batch_size=settings["batch_size"], progress=progress)
+            row = _model_row(spec, model, found["task"], found["scores"], found["seconds"], False)
+            rows.append(row | {key: found[key] for key in ("prompts", "dataset")})
+            if partial is not None:
+                write_json(_results(description, rows, settings), partial)
+    rows.sort(key=lambda row: description["tasks"].index(row["task"]))
+    if len(tasks) > 1:
+        for spec in specs:
+            own = [row["scores"] for row in rows if row["model"] == spec["name"]]
+            means = {measure: sum(scores[measure] for scores in own) / len(own) for measure in MEASURES}
+            rows.append({"model": spec["name"], "role": spec["role"], "task": "mean", "scores": means})
+    if partial is not None:
+        partial.unlink()
+    return _results(description, rows, settings)
+
+
+def _model_row(spec: dict, model: SentenceTransformer, task: str, scores: dict, seconds: dict, standardised: bool):
+    return {
+        "model": spec["name"] + (" (standardised)" if standardised else ""),
+        "role": spec["role"],
+        "task": task,
+        "scores": scores,
+        "standardised": standardised,
+        **describe_model(model),
+        "seconds": seconds,
+    }
+
+
 def _model_specs(baselines: Models, models: Models, standardise: Models) -> list[dict]:
     """One entry a model, in the order shown, so that a model asked for twice is encoded once."""
     specs: dict[object, dict] = {}
-    for role, given in (("baseline", baselines), ("model", models), ("standardise", standardise)):
-        if isinstance(given, (str, SentenceTransformer)):
+    for use, given in (("baseline", baselines), ("model", models), ("standardised", standardise)):
+        if isinstance(given, (str, Path, SentenceTransformer)):
             given = [given]
-        pairs = given.items() if isinstance(given, Mapping) else ((None, model) for model in given)
+        pairs = given.items() if isinstance(given, Mapping) else [(None, model) for model in given]
         for name, model in pairs:
             key = model if isinstance(model, SentenceTransformer) else str(model)
-            shown = role if role != "standardise" else "baseline"
             spec = specs.setdefault(
-                key, {"model": key, "name": name, "role": shown, "plain": False, "standardise": False}
+                key,
+                {
+                    "model": key,
+                    "name": None,
+                    "role": "model" if use == "model" else "baseline",
+                    "plain": False,
+                    "standardised": False,
+                },
             )
             spec["name"] = spec["name"] or name
-            spec["standardise" if role == "standardise" else "plain"] = True
+            spec["standardised" if use == "standardised" else "plain"] = True
     if not specs:
         raise ValueError("No model to evaluate; give at least one sentence-transformers folder or Hub id.")
     for number, spec in enumerate(specs.values(), 1):
         if spec["name"] is None:
             spec["name"] = spec["model"] if isinstance(spec["model"], str) else f"model {number}"
-    return list(specs.values())
+    names = [spec["name"] for spec in specs.values()]
+    if len(set(names)) < len(names):
+        raise ValueError(f"Two models have the same name to show ({', '.join(names)}); give each its own.")
+    # A baseline that is only wanted standardised still belongs above the models.
+    return sorted(specs.values(), key=lambda spec: spec["role"] == "model")
+
+
+def _variants(spec: dict) -> list[bool]:
+    return [standardised for standardised, use in ((False, "plain"), (True, "standardised")) if spec[use]]
 
 
 def _is_local(task: str | Path) -> bool:
-    return isinstance(task, Path) or Path(task).exists() or task.startswith((".", "/", "~")) or os.sep in task
+    return isinstance(task, Path) or Path(task).exists() or "/" in task or os.sep in task
+
+
+def _finish(results: dict, out: str | Path | None, show: bool) -> dict:
+    if out is not None:
+        write_json(results, out)
+    if show:
+        print_table(results)
+    return results
 
 
 def _results(task: dict, rows: list[dict], settings: dict) -> dict:
@@ -272,42 +376,5 @@ def _results(task: dict, rows: list[dict], settings: dict) -> dict:
 def _version(name: str) -> str | None:
     try:
         return version(name)
-    except ModuleNotFoundError:
+    except PackageNotFoundError:
         return None
-
-
-def _rounded(seconds: dict[str, float]) -> dict[str, float]:
-    return {name: round(value, 3) for name, value in seconds.items()}
-
-
-def write_json(results: dict, out: str | Path) -> None:
-    """Writes results whole or not at all: to a temporary name beside `out`, then renamed."""
-    out = Path(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, out)
-
-
-def print_table(results: dict) -> None:
-    """Prints one line a row: the model and its measures, best in bold."""
-    from rich.console import Console
-    from rich.table import Table
-
-    task = results["task"]
-    counts = ", ".join(f"{task[f'num_{name}']} {name}" for name in ("queries", "documents") if f"num_{name}" in task)
-    table = Table(title=f"{task['name']}{f' ({counts})' if counts else ''}", title_justify="left")
-    several = len({row["task"] for row in results["rows"]}) > 1
-    if several:
-        table.add_column("task")
-    table.add_column("model", overflow="fold")
-    for name in MEASURE_NAMES.values():
-        table.add_column(name, justify="right")
-    for row in results["rows"]:
-        cells = []
-        for measure in MEASURES:
-            value = row["scores"][measure]
-            best = max(other["scores"][measure] for other in results["rows"] if other["task"] == row["task"])
-            cells.append(f"[bold]{value:.3f}[/bold]" if value == best else f"{value:.3f}")
-        table.add_row(*([row["task"]] if several else []), row["model"], *cells)
-    Console().print(table)

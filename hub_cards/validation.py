@@ -3,14 +3,26 @@
 import random
 import re
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
+import pyarrow.parquet as parquet
 import torch
 
 from hub_cards.ranking import as_tensor, standardise, top_k
 from hub_cards.retrieval_metric.retrieval_metric import score_run
 
+__all__ = ["first_part", "read_groups", "retrieval_gain", "sibling_retrieval", "standardise"]
 
-__all__ = ["first_part", "retrieval_gain", "sibling_retrieval", "standardise"]
+
+def read_groups(path: str | Path, split: str = "validation") -> list[dict]:
+    """The rows (`texts`, `doc_ids`, `source`) of one split of a prepared set's folder; raises FileNotFoundError."""
+    files = sorted(Path(path).glob(f"{split}-*.parquet"))
+    if not files:
+        raise FileNotFoundError(
+            f"{path} has no {split}-*.parquet: it is no prepared set, or no documents were held out for {split}; "
+            "run `revela-hub prepare` with a held-out share."
+        )
+    return [row for file in files for row in parquet.read_table(file).to_pylist()]
 
 
 def first_part(text: str, ratio: float = 0.5) -> str:
@@ -113,13 +125,14 @@ def retrieval_gain(model: torch.nn.Module, batches: Iterable[Mapping[str, torch.
     Above 0, the retriever points the LM to chunks that help it; at 0 it knows no better than an average.
 
     Args:
-        model: a `RevelaForPreTraining`. Called as `model(**batch)` it gives `loss` (mean over `num_target_tokens`)
-            and `in_batch_weights` (rows, rows); `in_batch_weights=` overrides the retriever's.
+        model: a `RevelaForPreTraining`. Called as `model(**batch)` it gives `in_batch_loss` (mean over
+            `num_target_tokens`); `in_batch_weights=` (rows, rows) overrides the retriever's.
         batches: held-out batches of the trainer's collator, on the model's device; `group_ids` (rows,) int says which
-            rows see each other.
+            rows see each other. The uniform weight of a row is 1 / (chunks of its group - 1), itself left out.
 
     Returns:
-        `retrieval_gain`, `in_batch_loss`, `uniform_loss` (nats a token, means weighted by tokens), `num_target_tokens`.
+        `retrieval_gain`, `in_batch_loss`, `uniform_loss` (nats a token, means weighted by tokens) and
+        `num_target_tokens`.
 
     Raises:
         ValueError: if there is no batch, or a group of one.
@@ -129,15 +142,17 @@ def retrieval_gain(model: torch.nn.Module, batches: Iterable[Mapping[str, torch.
     own, uniform, tokens = 0.0, 0.0, 0
     try:
         for batch in batches:
-            same = batch["group_ids"][:, None] == batch["group_ids"][None, :]
-            same = same & ~torch.eye(len(same), dtype=torch.bool, device=same.device)
-            sizes = same.sum(1, keepdim=True)
-            if (sizes == 0).any():
+            visible = batch["group_ids"][:, None] == batch["group_ids"][None, :]
+            if not model.config.include_diagonal:
+                visible = visible & ~torch.eye(len(visible), dtype=torch.bool, device=visible.device)
+            counts = visible.sum(1, keepdim=True)
+            if (counts == 0).any():
                 raise ValueError("A validation batch has a group of one chunk; a chunk needs others to attend to.")
             output = model(**batch)
             count = int(output.num_target_tokens)
-            own += float(output.loss) * count
-            uniform += float(model(**batch, in_batch_weights=same.float() / sizes).loss) * count
+            own += float(output.in_batch_loss) * count
+            output = model(**batch, in_batch_weights=visible.float() / counts)
+            uniform += float(output.in_batch_loss) * count
             tokens += count
     finally:
         model.train(was_training)

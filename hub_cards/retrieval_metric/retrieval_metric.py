@@ -10,7 +10,6 @@ import evaluate
 import ir_measures
 from ir_measures import RR, R, nDCG
 
-
 MEASURES = {"ndcg_at_10": nDCG @ 10, "mrr_at_10": RR @ 10, "recall_at_10": R @ 10, "recall_at_100": R @ 100}
 
 _DESCRIPTION = """

@@ -11,7 +11,6 @@ from sentence_transformers.models import Normalize, Pooling, Transformer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaModel, PreTrainedTokenizerFast
 
-
 DOCUMENTS = {
     "apple": ("Apple", "An apple is a round fruit that grows on a tree."),
     "banana": ("Banana", "A banana is a long yellow fruit from the tropics."),
@@ -36,8 +35,14 @@ def write_beir_folder(folder: Path, documents, queries, qrels) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def make_beir_folder():
+    return write_beir_folder
+
+
 @pytest.fixture
 def beir_folder(tmp_path):
+    """Five documents, two judged queries, one query that nobody judged."""
     return write_beir_folder(tmp_path / "fruit", DOCUMENTS, QUERIES, QRELS)
 
 

@@ -1,0 +1,79 @@
+"""Loading a retriever, encoding with its own prompts, and stating what decided its embeddings."""
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from sentence_transformers import SentenceTransformer
+
+from hub_cards.ranking import as_tensor
+
+
+def load_model(model: str | Path | SentenceTransformer) -> SentenceTransformer:
+    """The model itself, or the one loaded from a folder or Hub id; raises ValueError naming what did not load."""
+    if isinstance(model, SentenceTransformer):
+        return model
+    try:
+        return SentenceTransformer(str(model))
+    except Exception as error:
+        # What the loaders raise is about whichever file they tried last; the user needs the model's name first.
+        hint = "" if Path(model).exists() else " There is no such folder, so it was taken for a Hub id."
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ValueError(f"{model} does not load as a sentence-transformers model.{hint} ({reason})") from error
+
+
+def prompts_used(model: SentenceTransformer) -> dict[str, str]:
+    """The texts that `encode_query` and `encode_document` put before a query and a document."""
+    names = {"query": ("query",), "document": ("document", "passage", "corpus")}
+    default = model.prompts.get(model.default_prompt_name) if model.default_prompt_name else ""
+    return {
+        side: next((model.prompts[name] for name in candidates if name in model.prompts), default) or ""
+        for side, candidates in names.items()
+    }
+
+
+def describe_model(model: SentenceTransformer) -> dict:
+    """What decides a model's embeddings beside its weights: prompts, length, similarity, size, precision, device."""
+    return {
+        "prompts": prompts_used(model),
+        "max_seq_length": model.max_seq_length,
+        "similarity": str(model.similarity_fn_name),
+        "dimensions": model.get_embedding_dimension(),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "device": str(model.device),
+    }
+
+
+def encode(
+    model: SentenceTransformer, texts: Iterable[str], side: str, batch_size: int = 32, progress: bool | None = None
+) -> torch.Tensor:
+    """Encodes texts with the model's own prompt for their side.
+
+    Args:
+        model: a model that ranks by cosine or dot product.
+        texts: N strings.
+        side: "query" or "document".
+        batch_size: texts a forward pass; they are sorted by length first, so that little is spent on padding.
+        progress: a bar on stderr; by default where stderr is a terminal.
+
+    Returns:
+        (N, d) float32 CPU tensor, rows of length 1 where the model ranks by cosine: ready for inner products.
+
+    Raises:
+        ValueError: if the model ranks by a distance, or gives NaN.
+    """
+    similarity = str(model.similarity_fn_name)
+    if similarity not in ("cosine", "dot"):
+        raise ValueError(f"The model ranks by {similarity} distance; only cosine and dot product are supported.")
+    texts = list(texts)
+    method = model.encode_query if side == "query" else model.encode_document
+    embeddings = method(
+        texts,
+        batch_size=batch_size,
+        show_progress_bar=(sys.stderr.isatty() if progress is None else progress) and len(texts) > batch_size,
+        convert_to_tensor=True,
+        normalize_embeddings=similarity == "cosine",
+    )
+    return as_tensor(embeddings)

@@ -1,0 +1,134 @@
+"""Retrieval tasks and benchmarks of the mteb package, by name."""
+
+import difflib
+import time
+from collections.abc import Sequence
+
+from hub_cards.encoding import prompts_used
+from hub_cards.retrieval_metric.retrieval_metric import MEASURES
+
+try:
+    import mteb
+    from mteb.models import SentenceTransformerEncoderWrapper
+    from mteb.types import PromptType
+except ImportError as error:
+    raise ImportError("mteb tasks need the mteb package: pip install 'revela-hub[mteb]'.") from error
+
+
+def resolve(names: Sequence) -> tuple[str, list]:
+    """Looks up tasks and benchmarks.
+
+    Args:
+        names: task names ("SciFact"), benchmark names or aliases ("NanoBEIR", "CoIR", "BRIGHT", "MTEB(eng, v2)"), or
+            mteb task objects.
+
+    Returns:
+        A name for the whole, and the task objects. Of a benchmark only the retrieval tasks.
+
+    Raises:
+        ValueError: on an unknown name, with near ones, and on a task that is no retrieval task.
+    """
+    tasks, labels = [], []
+    for name in names:
+        if isinstance(name, mteb.AbsTask):
+            found, label = [name], name.metadata.name
+        elif (benchmark := _benchmarks().get(str(name).lower())) is not None:
+            found = [task for task in benchmark.tasks if _is_retrieval(task)]
+            label = benchmark.name
+        elif (task_name := _task_names().get(str(name).lower())) is not None:
+            found, label = [mteb.get_task(task_name)], task_name
+        else:
+            known = {**_task_names(), **{key: benchmark.name for key, benchmark in _benchmarks().items()}}
+            near = [known[key] for key in difflib.get_close_matches(str(name).lower(), known, n=5, cutoff=0.6)]
+            raise ValueError(
+                f"{name!r} is neither a folder nor a task or benchmark of mteb {mteb.__version__}."
+                + (f" Near names: {', '.join(dict.fromkeys(near))}." if near else " See mteb.get_benchmarks().")
+            )
+        wrong = [task.metadata.name for task in found if not _is_retrieval(task)]
+        if wrong or not found:
+            raise ValueError(
+                f"{', '.join(wrong) or label} is no text retrieval task; only those can be evaluated here."
+            )
+        tasks += found
+        labels.append(label)
+    if not tasks:
+        raise ValueError("No task to evaluate; give a folder in BEIR's format or the name of an mteb task.")
+    return ", ".join(labels), list({task.metadata.name: task for task in tasks}.values())
+
+
+def evaluate_task(model, task, batch_size: int, progress: bool) -> dict:
+    """Runs one task with mteb.
+
+    Args:
+        model: a SentenceTransformer.
+        task: an mteb retrieval task; of an aggregate (CQADupstack) the members are run and averaged.
+        batch_size: texts a forward pass.
+        progress: show progress bars.
+
+    Returns:
+        `task`, `scores` (means over the task's splits and subsets, in 0..1), `prompts` as mteb applies them,
+        `dataset` (path and revision), `seconds`.
+
+    Raises:
+        RuntimeError: if the task's data does not load, as without network.
+    """
+    members = list(task.tasks) if task.is_aggregate else [task]
+    wrapped = SentenceTransformerEncoderWrapper(model)
+    start = time.perf_counter()
+    results = []
+    for member in members:
+        preloaded = member.data_loaded
+        try:
+            member.load_data()
+        except Exception as error:
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise RuntimeError(
+                f"The data of the mteb task {member.metadata.name} does not load; it comes from the Hub or, offline, "
+                f"from its cache. ({reason})"
+            ) from error
+        # No cache: mteb knows a local model by its path alone and would return an older model's results.
+        results += mteb.evaluate(
+            wrapped,
+            member,
+            cache=None,
+            co2_tracker=False,
+            encode_kwargs={"batch_size": batch_size, "show_progress_bar": progress},
+            show_progress_bar=progress,
+        ).task_results
+        if not preloaded:
+            member.unload_data()
+    scores = {
+        measure: sum(float(result.get_score(getter=lambda found: found[measure])) for result in results) / len(results)  # noqa: B023 (called at once)
+        for measure in MEASURES
+    }
+    first = members[0].metadata
+    return {
+        "task": task.metadata.name,
+        "scores": scores,
+        "prompts": {side: _prompt(wrapped, first, PromptType(side)) for side in ("query", "document")},
+        "dataset": {key: first.dataset.get(key) for key in ("path", "revision")},
+        "seconds": {"all": round(time.perf_counter() - start, 3)},
+    }
+
+
+def _prompt(wrapped, metadata, side) -> str:
+    name = wrapped.get_prompt_name(metadata, side)
+    # Where mteb finds none of its own it passes None, and encode_query / encode_document choose.
+    return wrapped.model.prompts[name] if name else prompts_used(wrapped.model)[side.value]
+
+
+def _is_retrieval(task) -> bool:
+    return task.metadata.simplified_task_type == "retrieval" and list(task.metadata.modalities) == ["text"]
+
+
+def _benchmarks() -> dict:
+    found = {}
+    for benchmark in mteb.get_benchmarks():
+        for name in (benchmark.name, *(benchmark.aliases or ())):
+            found[name.lower()] = benchmark
+    return found
+
+
+def _task_names() -> dict[str, str]:
+    names = (task.metadata.name for task in mteb.get_tasks(exclude_superseded=False, exclude_private=False))
+    return {name.lower(): name for name in names}
