@@ -1,0 +1,1 @@
+"""What learns: one script a method, and the data preparation they share."""
