@@ -19,11 +19,6 @@ class BeirFolder:
     qrels: dict[str, dict[str, int]]
 
 
-def read_corpus(path: Path) -> dict[str, str]:
-    """Reads a `corpus.jsonl` (`_id`, `text`, optional `title`) as id -> title and text."""
-    return _read_jsonl(path)
-
-
 def load_beir_folder(path: str | Path, split: str = "test") -> BeirFolder:
     """Reads `corpus.jsonl` (`_id`, `title`, `text`), `queries.jsonl` (`_id`, `text`) and `qrels/{split}.tsv`.
 
@@ -42,7 +37,7 @@ def load_beir_folder(path: str | Path, split: str = "test") -> BeirFolder:
             f"{path} is no BEIR-format folder: {', '.join(missing)} not found; it needs corpus.jsonl, queries.jsonl "
             f"and qrels/{split}.tsv."
         )
-    corpus, queries, qrels = _read_jsonl(files[0]), _read_jsonl(files[1]), _read_qrels(files[2])
+    corpus, queries, qrels = read_jsonl(files[0]), read_jsonl(files[1]), _read_qrels(files[2])
     _check_known(files[2], files[0], {doc for docs in qrels.values() for doc in docs} - corpus.keys())
     _check_known(files[2], files[1], qrels.keys() - queries.keys())
     if not any(grade > 0 for docs in qrels.values() for grade in docs.values()):
@@ -50,7 +45,14 @@ def load_beir_folder(path: str | Path, split: str = "test") -> BeirFolder:
     return BeirFolder(path, corpus, {query: queries[query] for query in qrels}, qrels)
 
 
-def _read_jsonl(path: Path) -> dict[str, str]:
+def read_jsonl(path: Path, number_lines: bool = False) -> dict[str, str]:
+    """Reads lines of objects with `_id`, `text` and perhaps `title`, as id -> title and text.
+
+    With `number_lines` a line without `_id` is named by its number.
+
+    Raises:
+        ValueError: naming file and line of what cannot be read, or if there is no line.
+    """
     texts, number = {}, 0
     with open(path, encoding="utf-8") as lines:
         try:
@@ -59,6 +61,8 @@ def _read_jsonl(path: Path) -> dict[str, str]:
                 if not line.strip():
                     continue
                 record = json.loads(line)
+                if number_lines and isinstance(record, dict):
+                    record = {"_id": number, **record}
                 if not isinstance(record, dict) or "_id" not in record or not isinstance(record.get("text"), str):
                     raise ValueError('each line must be an object with "_id" and "text"')
                 key = str(record["_id"])

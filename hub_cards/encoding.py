@@ -39,7 +39,6 @@ def describe_model(model: SentenceTransformer) -> dict:
         "prompts": prompts_used(model),
         "max_seq_length": model.max_seq_length,
         "similarity": str(model.similarity_fn_name),
-        "dimensions": model.get_embedding_dimension(),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "device": str(model.device),

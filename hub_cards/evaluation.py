@@ -239,20 +239,23 @@ def _bm25_row(test_set: BeirFolder) -> dict:
 
     start = time.perf_counter()
     options = {"stopwords": "en", "stemmer": Stemmer.Stemmer("english"), "show_progress": False}
+    words = bm25s.tokenize(list(test_set.corpus.values()), **options)
     retriever = bm25s.BM25(method="lucene")
-    retriever.index(bm25s.tokenize(list(test_set.corpus.values()), **options), show_progress=False)
+    run = {}
+    # Texts of symbols or stopwords alone leave no vocabulary, of which bm25s makes no index: nothing is found.
+    if words.vocab:
+        retriever.index(words, show_progress=False)
     indexed = time.perf_counter()
-    indices, scores = retriever.retrieve(
-        bm25s.tokenize(list(test_set.queries.values()), **options),
-        k=min(TOP_K + 1, len(test_set.corpus)),
-        show_progress=False,
-    )
-    doc_ids = list(test_set.corpus)
-    # A document at 0 shares no word with the query: it was not found.
-    run = {
-        query: {doc_ids[index]: score for index, score in zip(*ranked, strict=True) if score > 0}
-        for query, *ranked in zip(test_set.queries, indices.tolist(), scores.tolist(), strict=True)
-    }
+    if words.vocab:
+        queries = bm25s.tokenize(list(test_set.queries.values()), **options)
+        k = min(TOP_K + 1, len(test_set.corpus))
+        indices, scores = retriever.retrieve(queries, k=k, show_progress=False)
+        doc_ids = list(test_set.corpus)
+        # A document at 0 shares no word with the query: it was not found.
+        run = {
+            query: {doc_ids[index]: score for index, score in zip(*ranked, strict=True) if score > 0}
+            for query, *ranked in zip(test_set.queries, indices.tolist(), scores.tolist(), strict=True)
+        }
     return {
         "model": "BM25",
         "role": "baseline",

@@ -3,6 +3,7 @@
 import difflib
 import time
 from collections.abc import Sequence
+from functools import cache
 
 from hub_cards.encoding import prompts_used
 from hub_cards.retrieval_metric.retrieval_metric import MEASURES
@@ -121,6 +122,7 @@ def _is_retrieval(task) -> bool:
     return task.metadata.simplified_task_type == "retrieval" and list(task.metadata.modalities) == ["text"]
 
 
+@cache
 def _benchmarks() -> dict:
     found = {}
     for benchmark in mteb.get_benchmarks():
@@ -129,6 +131,7 @@ def _benchmarks() -> dict:
     return found
 
 
+@cache
 def _task_names() -> dict[str, str]:
     names = (task.metadata.name for task in mteb.get_tasks(exclude_superseded=False, exclude_private=False))
     return {name.lower(): name for name in names}

@@ -135,23 +135,21 @@ def retrieval_gain(model: torch.nn.Module, batches: Iterable[Mapping[str, torch.
         `num_target_tokens`.
 
     Raises:
-        ValueError: if there is no batch, or a group of one.
+        ValueError: if there is no batch, or (from the model) for a group of one chunk.
     """
     was_training = model.training
     model.eval()
     own, uniform, tokens = 0.0, 0.0, 0
     try:
         for batch in batches:
+            output = model(**batch, return_next_token_loss=False)
+            count = int(output.num_target_tokens)
+            own += float(output.in_batch_loss) * count
             visible = batch["group_ids"][:, None] == batch["group_ids"][None, :]
             if not model.config.include_diagonal:
                 visible = visible & ~torch.eye(len(visible), dtype=torch.bool, device=visible.device)
-            counts = visible.sum(1, keepdim=True)
-            if (counts == 0).any():
-                raise ValueError("A validation batch has a group of one chunk; a chunk needs others to attend to.")
-            output = model(**batch)
-            count = int(output.num_target_tokens)
-            own += float(output.in_batch_loss) * count
-            output = model(**batch, in_batch_weights=visible.float() / counts)
+            weights = visible.float() / visible.sum(1, keepdim=True)
+            output = model(**batch, in_batch_weights=weights, return_next_token_loss=False)
             uniform += float(output.in_batch_loss) * count
             tokens += count
     finally:

@@ -76,7 +76,7 @@ def tiny_path(tmp_path_factory) -> str:
     )
     LlamaModel(config).save_pretrained(folder / "backbone")
     transformer = Transformer(str(folder / "backbone"), max_seq_length=64)
-    pooling = Pooling(transformer.get_embedding_dimension(), pooling_mode="lasttoken")
+    pooling = Pooling(config.hidden_size, pooling_mode="lasttoken")
     model = SentenceTransformer(
         modules=[transformer, pooling, Normalize()],
         prompts={"query": "query: ", "document": "passage: "},

@@ -1,0 +1,124 @@
+import json
+
+import pytest
+from datasets import Dataset
+
+mteb = pytest.importorskip("mteb")
+
+from mteb.abstasks import AbsTaskRetrieval  # noqa: E402
+from mteb.abstasks.task_metadata import TaskMetadata  # noqa: E402
+
+from hub_cards.evaluation import evaluate  # noqa: E402
+from hub_cards.mteb_tasks import resolve  # noqa: E402
+
+
+def make_task(folder, name="FruitRetrieval", fails=False):
+    """A task of mteb's own class whose data comes from a BEIR folder instead of the Hub."""
+
+    class LocalTask(AbsTaskRetrieval):
+        metadata = TaskMetadata(
+            name=name,
+            description="fruit",
+            type="Retrieval",
+            category="t2t",
+            modalities=["text"],
+            eval_splits=["test"],
+            eval_langs=["eng-Latn"],
+            main_score="ndcg_at_10",
+            dataset={"path": "local/fruit", "revision": "1"},
+        )
+
+        def load_data(self, num_proc=None, **kwargs):
+            if fails:
+                raise OSError("no network\nat all")
+            records = {
+                name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+                for name in ("corpus", "queries")
+            }
+            qrels = {}
+            for line in (folder / "qrels" / "test.tsv").read_text().splitlines()[1:]:
+                query, doc, grade = line.split("\t")
+                qrels.setdefault(query, {})[doc] = int(grade)
+            split = {
+                "corpus": Dataset.from_list(
+                    [{"id": r["_id"], "title": r["title"], "text": r["text"]} for r in records["corpus"]]
+                ),
+                "queries": Dataset.from_list(
+                    [{"id": r["_id"], "text": r["text"]} for r in records["queries"] if r["_id"] in qrels]
+                ),
+                "relevant_docs": qrels,
+                "top_ranked": None,
+            }
+            self.dataset = {"default": {"test": split}}
+            self.data_loaded = True
+
+    return LocalTask()
+
+
+def test_mteb_and_the_local_folder_agree(tiny_model, minilm, beir_folder, tmp_path, capsys):
+    models = {"tiny": tiny_model, "minilm": minilm}
+    ours = evaluate(models, beir_folder, bm25=False, show=False)
+    theirs = evaluate(models, make_task(beir_folder), out=tmp_path / "r.json")
+    for mine, row in zip(ours["rows"], theirs["rows"], strict=True):
+        for measure, value in row["scores"].items():
+            # mteb rounds to five digits.
+            assert value == pytest.approx(mine["scores"][measure], abs=1e-5)
+        assert row["prompts"] == mine["prompts"] and row["task"] == "FruitRetrieval"
+        assert row["dataset"] == {"path": "local/fruit", "revision": "1"}
+    assert json.loads((tmp_path / "r.json").read_text()) == theirs
+    assert not (tmp_path / "r.json.partial").exists()
+    assert "FruitRetrieval" in capsys.readouterr().out
+
+
+def test_several_tasks_are_averaged(tiny_model, beir_folder, capsys):
+    tasks = [make_task(beir_folder, "FirstRetrieval"), make_task(beir_folder, "SecondRetrieval")]
+    results = evaluate({"tiny": tiny_model}, tasks)
+    assert [row["task"] for row in results["rows"]] == ["FirstRetrieval", "SecondRetrieval", "mean"]
+    assert results["rows"][2]["scores"] == pytest.approx(results["rows"][0]["scores"])
+    assert "mean" in capsys.readouterr().out
+
+
+def test_a_task_that_does_not_load_leaves_what_was_done(tiny_model, beir_folder, tmp_path):
+    tasks = [make_task(beir_folder), make_task(beir_folder, "BrokenRetrieval", fails=True)]
+    with pytest.raises(RuntimeError, match=r"BrokenRetrieval does not load.*\(no network\)$"):
+        evaluate({"tiny": tiny_model}, tasks, out=tmp_path / "r.json", show=False)
+    assert not (tmp_path / "r.json").exists()
+    partial = json.loads((tmp_path / "r.json.partial").read_text())
+    assert [row["task"] for row in partial["rows"]] == ["FruitRetrieval"]
+
+
+def test_standardised_needs_a_local_folder(tiny_model, beir_folder):
+    with pytest.raises(ValueError, match="only for a local folder"):
+        evaluate([], make_task(beir_folder), standardise=[tiny_model])
+
+
+@pytest.mark.parametrize(
+    "name, label, tasks",
+    [
+        ("NanoBEIR", "NanoBEIR", 13),
+        ("nanobeir", "NanoBEIR", 13),
+        ("BEIR", "BEIR", 15),
+        ("CoIR", "CoIR", 10),
+        ("BRIGHT", "BRIGHT", 1),
+        ("scifact", "SciFact", 1),
+    ],
+)
+def test_names(name, label, tasks):
+    found, resolved = resolve([name])
+    assert found == label and len(resolved) == tasks
+
+
+def test_a_mixed_benchmark_gives_its_retrieval_tasks():
+    _, tasks = resolve(["MTEB(eng, v2)"])
+    assert tasks and all(task.metadata.simplified_task_type == "retrieval" for task in tasks)
+
+
+@pytest.mark.parametrize("name, near", [("NanoBIER", "NanoBEIR"), ("scifct", "SciFact"), ("co-ir", "CoIR")])
+def test_an_unknown_name_suggests_near_ones(tiny_model, name, near):
+    with pytest.raises(ValueError, match=rf"'{name}' is neither a folder nor a task .*Near names: .*{near}"):
+        evaluate(tiny_model, name)
+
+
+def test_other_kinds_of_task_are_refused():
+    with pytest.raises(ValueError, match="STS12 is no text retrieval task"):
+        resolve(["STS12"])
