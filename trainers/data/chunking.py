@@ -19,6 +19,7 @@ initial, so these are shown to it as plain spaces; and its time grows with the s
 without spaces, so it sees a window at a time.
 """
 
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -49,6 +50,11 @@ def count_words(text: str) -> int:
     Sub-additive: two texts joined never count more words than the two apart.
     """
     return len((_ASCII_WORD if text.isascii() else _WORD).findall(text))
+
+
+def has_words(text: str, count: int) -> bool:
+    """Whether `text` has at least `count` words, without counting on from there."""
+    return sum(1 for _ in itertools.islice(_WORD.finditer(text), count)) == count
 
 
 def chunk_text(text: str, kind: str = "prose", max_words: int = 120, language: str = "en") -> Iterator[str]:
@@ -146,7 +152,7 @@ def _split(text: str, start: int, end: int, max_words: int) -> list[Unit]:
         cut = match.start()
         if cut > piece_start and text[cut - 1].isspace():
             space = (cut, count)
-        if count == max_words:
+        while count == max_words:  # twice where one cluster is above the limit
             if space[1] * 2 >= max_words:
                 at, before = space
             else:  # no space in the second half of the piece

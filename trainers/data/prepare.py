@@ -31,7 +31,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm.auto import tqdm
 
-from trainers.data.chunking import chunk_text, count_words
+from trainers.data.chunking import chunk_text, has_words
 from trainers.data.grouping import DigestSet, Group, Grouper, in_validation, text_digest
 from trainers.data.readers import DataError, Document, Source, html_to_text
 
@@ -111,7 +111,7 @@ def _chunk_batch(documents: list[Document], max_words: int, min_words: int, lang
         outcome = "kept"
         if not chunks:
             outcome = "empty"
-        elif len(chunks) * max_words < min_words or len(text) < 200 * min_words and count_words(text) < min_words:
+        elif not has_words(text, min_words):
             outcome = "too_short"
         results.append(_Chunked(doc_id, outcome, text_digest(text), chunks))
     return results
@@ -246,6 +246,7 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
         dataset_split=config.dataset_split,
         exclude=(out, partial),
     )
+    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         summary = _write(config, source, partial)
@@ -369,26 +370,31 @@ def _version(package: str) -> str | None:
 def format_summary(summary: dict[str, Any]) -> str:
     """The account of every document, chunk and group, for people."""
     documents, chunks, groups = summary["documents"], summary["chunks"], summary["groups"]
+    train, validation = groups["train"], groups["validation"]
+
+    def line(label: str, count: int, what: str) -> str:
+        return f"{label:<9} {count:>13,} {what}"
+
     lines = [
-        f"Documents  {documents['read']:>12,} read",
-        *(
-            f"         = {documents[key]:>12,} {label}"
-            for key, label in (
-                ("kept", f"kept ({documents['train']:,} train, {documents['validation']:,} validation)"),
-                ("empty", "empty"),
-                ("too_short", "too short"),
-                ("duplicate", "duplicates"),
-                ("error", "errors"),
-            )
-        ),
-        f"Chunks     {chunks['made']:>12,} made",
-        *(
-            f"         = {chunks[key]:>12,} {label}"
-            for key, label in (
-                ("train", f"in {groups['train']['groups']:,} train groups"),
-                ("validation", f"in {groups['validation']['groups']:,} validation groups"),
-                ("left_over", "left over (the last, incomplete groups)"),
-            )
-        ),
+        line("Documents", documents["read"], "read"),
+        line("", documents["kept"], f"kept ({documents['train']:,} train, {documents['validation']:,} validation)"),
+        line("", documents["empty"], "empty"),
+        line("", documents["too_short"], "too short"),
+        line("", documents["duplicate"], "duplicates"),
+        line("", documents["error"], "that could not be read"),
+        line("Chunks", chunks["made"], "made"),
+        line("", chunks["train"], f"in {train['groups']:,} train groups"),
+        line("", chunks["validation"], f"in {validation['groups']:,} validation groups"),
+        line("", chunks["left_over"], "left over (the last, incomplete groups)"),
     ]
+    if ignored := summary["ignored_files"]:
+        most = ", ".join(f"{count} {name}" for name, count in sorted(ignored.items(), key=lambda x: -x[1])[:5])
+        lines.append(line("Files", sum(ignored.values()), f"ignored, for their suffix or --include: {most}"))
+    if alone := train["without_siblings"]:
+        lines.append(line("Note:", alone, "train groups hold no two chunks of one document, so there is less to find"))
+    if single := train["of_one_document"]:
+        lines.append(line("Note:", single, "train groups hold chunks of one document only"))
+    if summary["settings"]["validation_share"] and not validation["groups"]:
+        lines.append("Note: no validation group; raise --validation-share to measure learning without labels")
+    lines += [f"Skipped: {error}" for error in summary["first_errors"][:3]]
     return "\n".join(lines)

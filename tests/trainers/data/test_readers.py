@@ -1,0 +1,263 @@
+import csv
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from trainers.data.readers import DataError, Document, Source, html_to_text
+
+
+def read(source, **options) -> list[Document]:
+    items = list(Source(str(source), **options))
+    for item in items:
+        if isinstance(item, DataError):
+            raise item
+    return items
+
+
+def texts(source, **options) -> list[str]:
+    return [document.text for document in read(source, **options)]
+
+
+def error(source, **options) -> str:
+    with pytest.raises(DataError) as caught:
+        read(source, **options)
+    return str(caught.value)
+
+
+# Tables
+
+ROWS = [{"text": 'one, "quoted" 中', "n": 1}, {"text": "two\tor\nthree", "n": 2}, {"text": "", "n": 3}]
+
+
+def write_table(path: Path, rows) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".csv":
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        open_ = gzip.open if path.suffix == ".gz" else open
+        with open_(path, "wt", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    return path
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz", "t.ndjson", "t.json", "t.parquet", "t.csv"])
+def test_tables(tmp_path, name):
+    documents = read(write_table(tmp_path / name, ROWS))
+    assert [document.text for document in documents] == [row["text"] for row in ROWS]
+    assert {document.kind for document in documents} == {"prose"}
+    lines = [2, 4, 5] if name.endswith(".csv") else [1, 2, 3]  # a record of CSV may take several lines
+    assert [document.id for document in documents] == [f"{name}:{line}" for line in lines]
+
+
+def test_tab_separated_values_have_no_quoting(tmp_path):
+    (tmp_path / "t.tsv").write_text('id\ttext\n1\t"not closed\n2\ttwo, three\n', encoding="utf-8")
+    assert texts(tmp_path / "t.tsv") == ['"not closed', "two, three"]
+
+
+def test_text_column_and_kind(tmp_path):
+    path = write_table(tmp_path / "t.jsonl", [{"content": "x = 1"}])
+    assert read(path, text_column="content", kind="code") == [Document("t.jsonl:1", "x = 1", "code")]
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.parquet", "t.csv"])
+def test_a_missing_text_column_names_those_that_exist(tmp_path, name):
+    path = write_table(tmp_path / name, [{"title": "a", "body": "b"}])
+    message = error(path)
+    assert str(path) in message
+    assert "'text'" in message and "'title', 'body'" in message and "--text-column" in message
+
+
+def test_blank_lines_and_a_byte_order_mark_are_no_documents(tmp_path):
+    (tmp_path / "t.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "b"}')
+    assert texts(tmp_path / "t.jsonl") == ["a", "b"]
+    (tmp_path / "t.csv").write_bytes(b"\xef\xbb\xbftext\r\na\r\n\r\nb\r\n")
+    assert texts(tmp_path / "t.csv") == ["a", "b"]
+    (tmp_path / "t.md").write_bytes(b"\xef\xbb\xbf# a")
+    assert texts(tmp_path / "t.md") == ["# a"]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (b'{"text": "cut', "not JSON"),
+        (b'{"text": ' + b"1" * 5000 + b"}", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b'["a", "b"]', "a JSON list where an object is needed"),
+        (b'{"text": 7}', "holds a int, not a text"),
+        (b'{"text": "caf\xe9"}', "not UTF-8"),
+        (b'{"text": "\\ud83d"}', "not UTF-8"),
+        (b'{"body": "x"}', "no column 'text'"),
+    ],
+)
+def test_a_bad_jsonl_line_is_an_error_with_file_and_line(tmp_path, line, says):
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(b'{"text": "good"}\n' + line + b'\n{"text": "good too"}\n')
+    before, bad, after = Source(str(path))
+    assert (before.text, after.text) == ("good", "good too")
+    assert isinstance(bad, DataError)
+    assert str(bad).startswith(f"{path}, line 2") and says in str(bad)
+
+
+def test_null_is_an_empty_document(tmp_path):
+    assert texts(write_table(tmp_path / "t.jsonl", [{"text": None}])) == [""]
+    assert texts(write_table(tmp_path / "t.parquet", [{"text": None}, {"text": "a"}])) == ["", "a"]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (b'"unclosed\n', "not a row of CSV"),
+        (b"caf\xe9,1\n", "not UTF-8"),
+        (b"a,1,2\n", "3 fields"),
+        (b"a\n", "1 fields"),
+    ],
+)
+def test_a_bad_csv_row_is_an_error_with_file_and_line(tmp_path, row, says):
+    path = tmp_path / "t.csv"
+    path.write_bytes(b"text,n\ngood,1\n" + row)
+    good, bad = Source(str(path))
+    assert good.text == "good"
+    assert str(bad).startswith(f"{path}, line 3") and says in str(bad)
+
+
+def test_csv_goes_on_after_a_bad_row(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_bytes(b'text,n\ncaf\xe9,1\n"a"b,1\nlast,1\n')
+    items = list(Source(str(path)))
+    assert [isinstance(item, DataError) for item in items] == [True, True, False]
+    assert items[-1].text == "last"
+
+
+def test_a_csv_field_may_be_long(tmp_path):
+    (tmp_path / "t.csv").write_text('text\n"' + "a b\n" * 100_000 + '"\n')
+    assert list(map(len, texts(tmp_path / "t.csv"))) == [400_000]
+    assert csv.field_size_limit() == 131_072  # a setting of the whole process, put back
+
+
+@pytest.mark.parametrize("name", ["t.parquet", "t.jsonl.gz"])
+def test_a_damaged_file_is_an_error(tmp_path, name):
+    path = write_table(tmp_path / name, [{"text": f"text {index}"} for index in range(1000)])
+    path.write_bytes(path.read_bytes()[:-100])
+    assert str(path) in error(path)
+
+
+# Texts, pages and source files
+
+
+def test_a_text_file_alone_has_one_document_a_line(tmp_path):
+    (tmp_path / "t.txt").write_text("one\ntwo\n\n", encoding="utf-8")
+    assert [document.id for document in read(tmp_path / "t.txt")][:2] == ["t.txt:1", "t.txt:2"]
+    assert [text.strip() for text in texts(tmp_path / "t.txt")][:2] == ["one", "two"]
+
+
+def test_a_text_file_alone_with_blank_lines_has_one_document_a_paragraph(tmp_path):
+    path = tmp_path / "t.txt"
+    path.write_text("\none\nmore\n  \n\ntwo\n", encoding="utf-8")
+    assert [(x.id, x.text) for x in read(path)] == [("t.txt:2", "one\nmore\n"), ("t.txt:6", "two\n")]
+    assert len(read(path, text_documents="file")) == 1
+    assert "two\n" in texts(path, text_documents="line")
+
+
+def test_bad_bytes_in_text(tmp_path):
+    path = tmp_path / "t.txt"
+    path.write_bytes(b"one\ncaf\xe9\nthree\n")
+    first, bad, last = Source(str(path))
+    assert (first.text, last.text) == ("one\n", "three\n")
+    assert str(bad).startswith(f"{path}, line 2: bytes that are not UTF-8") and "iconv" in str(bad)
+    path.write_bytes(b"one\n\ntwo\ncaf\xe9\nthree\n\nfour\n")
+    items = list(Source(str(path)))
+    assert [isinstance(item, DataError) for item in items] == [False, True, False]
+    assert str(items[1]).startswith(f"{path}, line 4")
+    assert str(path) + ", line 4" in error(path, text_documents="file")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    root = tmp_path / "corpus"
+    for name, text in {
+        "b.md": "# Title\n\nText.",
+        "a.rst": "Title\n=====",
+        "sub/page.html": "<p>One</p>",
+        "sub/mod.py": "def f():\n    pass\n",
+        "sub/notes.txt": "one\n\ntwo",
+        "sub/rows.jsonl": '{"text": "row"}\n',
+        "sub/package.json": "{}",
+        "image.png": "x",
+        ".git/config.md": "hidden",
+        "out/old.md": "own output",
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text, encoding="utf-8")
+    return root
+
+
+def test_a_folder_is_read_in_order_each_file_by_its_suffix(folder):
+    source = Source(str(folder), exclude=(folder / "out",))
+    assert [(x.id, x.kind) for x in source] == [
+        ("a.rst", "prose"),
+        ("b.md", "prose"),
+        ("sub/mod.py", "code"),
+        ("sub/notes.txt", "prose"),
+        ("sub/page.html", "html"),
+        ("sub/rows.jsonl:1", "prose"),
+    ]
+    assert source.ignored_files == {".png": 1, ".json": 1}
+
+
+def test_include_and_kind_in_a_folder(folder):
+    assert [x.id for x in read(folder, include="*.py")] == ["sub/mod.py"]
+    assert {x.kind for x in read(folder, kind="code")} == {"code"}
+    assert {x.kind for x in read(folder, kind="prose")} == {"prose", "html"}
+
+
+def test_bad_bytes_in_a_page(folder):
+    (folder / "b.md").write_bytes(b"one\ntwo\ncaf\xe9")
+    assert error(folder).startswith(f"{folder / 'b.md'}, line 3: bytes that are not UTF-8")
+
+
+def test_unknown_formats_and_missing_sources(tmp_path):
+    (tmp_path / "t.docx").write_text("x")
+    assert ".docx" in error(tmp_path / "t.docx")
+    assert "does not exist" in error(tmp_path / "nothing.jsonl")
+
+
+def test_html_to_text():
+    page = """<html><head><title>T</title><style>p {}</style></head><body><nav>menu</nav><h1>Hi <b>th</b>ere</h1>
+    <p>One
+       two.<br>Three &amp; &#x4e2d;</p><ul><li>a<li>b</ul><pre>def f():\n    return  1\n</pre><script>x()</script>
+    <table><tr><td>1</td><td>2</td></tr></table>tail<footer>(c)</footer></body></html>"""
+    blocks = ["Hi there", "One two.", "Three & 中", "a", "b", "def f():\n    return  1", "1 2", "tail"]
+    assert html_to_text(page) == "\n\n".join(blocks)
+    assert html_to_text("<div>around</div><main>in<div>side</div></main>") == "in\n\nside"
+    assert html_to_text("") == ""
+    assert html_to_text("<html role=navigation><body>a < b") == "a < b"
+    assert html_to_text("<nav><form><button>x</button></form><nav>y</nav></nav>z" + "<div>" * 5000) == "z"
+
+
+# Datasets
+
+
+def test_datasets_stream(tmp_path):
+    write_table(tmp_path / "train.jsonl", [{"text": f"row {index}", "n": index} for index in range(5)])
+    write_table(tmp_path / "test.jsonl", [{"text": "other"}])
+    documents = list(Source(str(tmp_path)).read_dataset(str(tmp_path)))
+    assert documents == [Document(f"train:{index + 1}", f"row {index}", "prose") for index in range(5)]
+    other = Source("", dataset_split="test").read_dataset(str(tmp_path))
+    assert [x.text for x in other] == ["other"]
+    (bad,) = Source("", text_column="body").read_dataset(str(tmp_path))
+    assert "no column 'body'; choose one of 'text', 'n'" in str(bad)
+
+
+def test_a_dataset_that_does_not_load_is_an_error(monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    assert "nobody/nothing is neither a file or folder here nor a dataset" in error("nobody/nothing")
