@@ -1,0 +1,385 @@
+"""
+`revela-hub`: raw text in, a published dense retriever out.
+
+    revela-hub prepare docs/ --out prepared/                     # text -> groups of chunks
+    revela-hub train revela my-recipe.yaml --output_dir run/     # groups -> checkpoint
+    revela-hub export run/ retriever/                            # checkpoint -> sentence-transformers folder
+    revela-hub evaluate retriever/ --task beir-folder/           # nDCG@10 and more, side by side
+    revela-hub search retriever/ docs/ "how do I open a file?"
+
+The commands import what they need when they run, so that `--help` answers at once.
+"""
+
+import dataclasses
+import inspect
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated, get_type_hints
+
+import typer
+from typer.core import TyperGroup
+
+HERE = Path(__file__).resolve().parent
+RECIPES = HERE / "trainers" / "recipes"
+LAUNCH_CONFIGS = HERE / "trainers" / "accelerate_configs"
+
+
+class OneLineErrors(TyperGroup):
+    """Says what went wrong in one line and exits with 2; `--debug` or REVELA_DEBUG=1 shows the traceback."""
+
+    def invoke(self, ctx):
+        try:
+            return super().invoke(ctx)
+        except (typer.Exit, typer.Abort):
+            raise
+        except (ValueError, OSError, RuntimeError, ImportError) as error:
+            if ctx.params["debug"]:
+                raise
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(2) from None
+
+
+# Plain help: rich's panels leave the texts a column of twenty characters on a common terminal.
+app = typer.Typer(
+    cls=OneLineErrors,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+train_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+# What is not an option of the command here belongs to what it calls, --help included.
+FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(version("revela-hub"))
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    debug: Annotated[
+        bool, typer.Option("--debug", envvar="REVELA_DEBUG", help="Show the whole traceback of an error.")
+    ] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train a dense retriever from raw text, publish it, and use it anywhere.
+
+    The usual order: prepare, train, export, evaluate, search. Each has its own --help with an example.
+    """
+
+
+@app.command("prepare", context_settings=FORWARD, add_help_option=False)
+def prepare_text(ctx: typer.Context) -> None:
+    """Cut raw text into groups of chunks to train on."""
+    from trainers.data.prepare import PrepareConfig, prepare
+
+    def run(**options) -> None:
+        """Cut raw text into groups of chunks to train on.
+
+        SOURCE is a file (JSONL, Parquet, CSV or text), a folder of such, of pages or of source code, or the id of a
+        Hub dataset. OUT becomes a folder of Parquet shards, a share of the documents held out for validation.
+
+        \b
+        revela-hub prepare docs/ --out prepared/
+        revela-hub prepare posts.jsonl --text-column body --out prepared/ --on-error skip
+        revela-hub prepare src/ --include "*.py" --out prepared/ --validation-share 0.05
+        """
+        config = PrepareConfig(**options)
+        prepare(config)
+        typer.echo(f"Next: revela-hub train revela revela-smollm2-135m-wikipedia --train_sets {config.out}")
+
+    _take_fields(run, PrepareConfig, argument="source")
+    command = typer.Typer(add_completion=False, rich_markup_mode=None)
+    command.command()(run)
+    typer.main.get_command(command)(ctx.args, prog_name=ctx.command_path, standalone_mode=False)
+
+
+def _take_fields(function: Callable, config_class: type, argument: str) -> None:
+    """Makes the fields of a dataclass the options of a command, with their help, all but one, which is positional."""
+    hints = get_type_hints(config_class)
+    parameters = []
+    for field in dataclasses.fields(config_class):
+        info = (typer.Argument if field.name == argument else typer.Option)(help=field.metadata["help"])
+        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+        annotation = Annotated[hints[field.name], info]
+        parameters.append(
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        )
+    function.__signature__ = inspect.Signature(parameters)
+    function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+
+
+@train_app.callback(invoke_without_command=True)
+def train(
+    list_recipes: Annotated[
+        bool, typer.Option("--list", help="List the shipped recipes and the table of the paper each is for.")
+    ] = False,
+) -> None:
+    """Train a retriever: accelerate launch on the method's script.
+
+    Pick the method, then a recipe: a YAML file of your own or a shipped name. "train revela --help" lists every field.
+    """
+    if list_recipes:
+        recipes = sorted(RECIPES.glob("*.yaml"))
+        width = max(len(path.stem) for path in recipes)
+        for path in recipes:
+            with path.open(encoding="utf-8") as lines:
+                typer.echo(f"{path.stem:<{width}}  {next(lines).lstrip('# ').rstrip()}")
+        raise typer.Exit
+
+
+@train_app.command(
+    "revela",
+    context_settings=FORWARD,
+    add_help_option=False,
+    short_help="Revela: in-batch attention weighted by the retriever, trained by the LM's loss.",
+)
+def train_revela(
+    ctx: typer.Context,
+    launch_config: Annotated[str | None, typer.Option()] = None,
+    num_processes: Annotated[int | None, typer.Option(min=1)] = None,
+    help: Annotated[bool, typer.Option("--help")] = False,
+) -> None:
+    """Revela: in-batch attention weighted by the retriever, trained by the LM's loss."""
+    _launch("revela", ctx.args, launch_config, num_processes, help)
+
+
+LAUNCH_HELP = """\
+usage: revela-hub train {method} [RECIPE] [--field value ...] [--launch-config NAME] [--num-processes N]
+
+launching:
+  --launch-config NAME  How to launch: {configs}, or an accelerate YAML file. Left out: your own
+                        `accelerate config` where there is one, otherwise what fits this machine.
+  --num-processes N     Processes in all, one a device; overrides the launch config.
+
+example:
+  revela-hub train {method} revela-smollm2-135m-wikipedia --train_sets prepared/ --output_dir run/ --max_steps 200
+
+The rest is the script's own:
+"""
+
+
+def _launch(
+    method: str, arguments: list[str], launch_config: str | None, num_processes: int | None, wants_help: bool
+) -> None:
+    # A path, not `-m trainers.…`: a folder called `trainers` where the user happens to stand must not win.
+    script = str(HERE / "trainers" / f"{method}.py")
+    if wants_help:
+        configs = ", ".join(sorted(path.stem for path in LAUNCH_CONFIGS.glob("*.yaml")))
+        typer.echo(LAUNCH_HELP.format(method=method, configs=configs))
+        raise typer.Exit(subprocess.run([sys.executable, script, "--help"]).returncode)
+    if arguments and not arguments[0].startswith("-"):
+        from trainers.arguments import read_recipe
+
+        read_recipe(arguments[0])
+    options, on_cpu = _launch_options(launch_config, num_processes)
+    environment = dict(os.environ)
+    if on_cpu:
+        environment["ACCELERATE_USE_CPU"] = "true"
+        if not any(argument.partition("=")[0] == "--use_cpu" for argument in arguments):
+            arguments = [*arguments, "--use_cpu", "true"]
+    command = ["accelerate", "launch", *options, script, *arguments]
+    typer.echo(" ".join(command), err=True)
+    command[:2] = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
+    raise typer.Exit(subprocess.run(command, env=environment).returncode)
+
+
+def _launch_options(launch_config: str | None, num_processes: int | None) -> tuple[list[str], bool]:
+    """The options of `accelerate launch`, and whether the run is on the CPU."""
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+
+    if launch_config is None and Path(default_config_file).is_file():
+        return [] if num_processes is None else ["--num_processes", str(num_processes)], False
+    if launch_config is None:
+        import torch
+
+        devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+        wanted = devices if num_processes is None else num_processes
+        launch_config = "cpu" if devices == 0 else "single" if wanted == 1 else "ddp"
+        num_processes = max(wanted, 1)
+    path = Path(launch_config)
+    if not path.is_file():
+        path = LAUNCH_CONFIGS / f"{launch_config.removesuffix('.yaml')}.yaml"
+    if not path.is_file():
+        names = ", ".join(sorted(path.stem for path in LAUNCH_CONFIGS.glob("*.yaml")))
+        raise FileNotFoundError(f"No launch config {launch_config!r}: it is neither a file nor one of {names}.")
+    config = load_config_from_file(str(path))
+    options = ["--config_file", str(path)]
+    if num_processes is not None:
+        options += ["--num_processes", str(num_processes)]
+        if config.use_cpu and num_processes > 1:
+            # accelerate starts several processes on a CPU under MPI only; its multi-GPU launcher is plain torchrun.
+            options += ["--multi_gpu"]
+    return options, config.use_cpu
+
+
+app.add_typer(train_app, name="train")
+
+
+@app.command("export")
+def export_checkpoint(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint that training wrote: run/ or run/checkpoint-500/.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    adapter_only: Annotated[
+        bool, typer.Option("--adapter-only", help="Write the LoRA adapter alone, for peft, as the authors release it.")
+    ] = False,
+) -> None:
+    """Turn a checkpoint into a retriever that anyone loads.
+
+    OUT is a sentence-transformers folder with the adapter merged into the stock backbone: SentenceTransformer(OUT) and
+    AutoModel.from_pretrained(OUT) give the same embeddings, without this package.
+
+    \b
+    revela-hub export run/ retriever/
+    revela-hub export run/checkpoint-500/ adapter/ --adapter-only
+    """
+    from hub_cards.export import export
+
+    export(checkpoint, out, adapter_only=adapter_only)
+    typer.echo(f"Wrote {out}")
+
+
+@app.command("evaluate")
+def evaluate_models(
+    models: Annotated[
+        list[str],
+        typer.Argument(help="sentence-transformers folders or Hub ids, or checkpoints that training wrote."),
+    ],
+    task: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A local folder in BEIR's format (corpus.jsonl, queries.jsonl, qrels/test.tsv), or the name of an "
+            "mteb task or benchmark: NanoBEIR, CoIR, BRIGHT, SciFact. Names may be given several times."
+        ),
+    ] = None,
+    groups: Annotated[
+        Path | None,
+        typer.Option(
+            help="A prepared folder: measures without labels, by how well a chunk's first half finds the other chunks "
+            "of its held-out document and, for checkpoints, by how much the retriever helps the LM (retrieval gain)."
+        ),
+    ] = None,
+    baseline: Annotated[
+        list[str] | None, typer.Option(help="A model to compare with; may be given several times.")
+    ] = None,
+    bm25: Annotated[bool, typer.Option(help="Show BM25 as a row. Local folders only.")] = True,
+    standardise: Annotated[
+        bool,
+        typer.Option(
+            help="Show each model also with embeddings standardised per dimension, a free gain that training must "
+            "beat. Local folders and --groups only."
+        ),
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the results to this JSON file as well.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts a forward pass.")] = 32,
+    split: Annotated[
+        str | None, typer.Option(help='Which split; "test" of a local task and "validation" of --groups, if left out.')
+    ] = None,
+    gain_groups: Annotated[
+        int, typer.Option(min=1, help="With --groups: held-out groups, at most, that the retrieval gain is taken on.")
+    ] = 64,
+) -> None:
+    """Measure retrievers side by side: nDCG@10, MRR@10, Recall@10 and @100.
+
+    \b
+    revela-hub evaluate retriever/ --task beir-folder/ --baseline sentence-transformers/all-MiniLM-L6-v2
+    revela-hub evaluate retriever/ --task NanoBEIR --out results.json
+    revela-hub evaluate run/checkpoint-500/ run/checkpoint-1000/ --groups prepared/
+    """
+    if bool(task) == (groups is not None):
+        raise ValueError("Give either --task (with labels) or --groups (without), and not both.")
+    from hub_cards.evaluation import evaluate, evaluate_groups
+
+    baselines = baseline or []
+    with tempfile.TemporaryDirectory() as folder:
+        exported = _export_checkpoints([*baselines, *models], Path(folder))
+        shown = {name: exported.get(name, name) for name in models}
+        options = {
+            "baselines": {name: exported.get(name, name) for name in baselines},
+            "standardise": {name: exported.get(name, name) for name in [*baselines, *models]} if standardise else (),
+            "out": out,
+            "batch_size": batch_size,
+        }
+        if groups is None:
+            evaluate(shown, task[0] if len(task) == 1 else task, bm25=bm25, split=split or "test", **options)
+        else:
+            split = split or "validation"
+            gains = {name: _retrieval_gain(name, groups, split, gain_groups) for name in exported}
+            evaluate_groups(shown, groups, gains=gains, split=split, **options)
+
+
+def _export_checkpoints(names: Iterable[str], folder: Path) -> dict[str, str]:
+    """Publishes into `folder` those of the names that are training checkpoints; returns name -> published folder."""
+    published = {}
+    for name in names:
+        config = Path(name) / "config.json"
+        if config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("model_type") == "revela":
+            from hub_cards.export import export
+
+            published[name] = str(folder / str(len(published)))
+            export(name, published[name])
+    return published
+
+
+def _retrieval_gain(checkpoint: str, groups: Path, split: str, num_groups: int) -> dict:
+    import torch
+    from transformers import AutoTokenizer
+
+    from hub_cards.validation import retrieval_gain
+    from modeling_revela import RevelaForPreTraining
+    from trainers.data.collator import GroupCollator
+    from trainers.data.prepared import load_groups
+
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    model = RevelaForPreTraining.from_pretrained(checkpoint).to(device)
+    collator = GroupCollator(
+        AutoTokenizer.from_pretrained(checkpoint),
+        AutoTokenizer.from_pretrained(Path(checkpoint) / "lm_tokenizer"),
+        query_prompt=model.config.query_prompt,
+        document_prompt=model.config.document_prompt,
+        similarity_span=model.config.similarity_span,
+        similarity_span_ratio=model.config.similarity_span_ratio,
+    )
+    rows = load_groups(groups, split)
+    batches = (collator([rows[index]]).items() for index in range(min(len(rows), num_groups)))
+    with torch.inference_mode():
+        return retrieval_gain(model, ({name: tensor.to(device) for name, tensor in batch} for batch in batches))
+
+
+@app.command("search")
+def search_corpus(
+    model: Annotated[str, typer.Argument(help="A sentence-transformers folder or Hub id.")],
+    corpus: Annotated[
+        Path, typer.Argument(help="What to search: text files or a folder of them, a BEIR folder, JSONL.")
+    ],
+    query: Annotated[str, typer.Argument(help="What to search for, in quotes.")],
+    top_k: Annotated[int, typer.Option(min=1, help="Passages to show.")] = 5,
+    batch_size: Annotated[int, typer.Option(min=1, help="Passages a forward pass.")] = 32,
+) -> None:
+    """Print the passages of a corpus nearest to a query.
+
+    The corpus is encoded anew at each call, so this is for trying a model, not for serving one.
+
+    \b
+    revela-hub search retriever/ docs/ "how do I open a file?"
+    """
+    from hub_cards.search import print_hits, search
+
+    print_hits(search(model, corpus, query, top_k=top_k, batch_size=batch_size))
+
+
+if __name__ == "__main__":
+    app()

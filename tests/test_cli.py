@@ -1,0 +1,184 @@
+"""The `revela-hub` command: its help, its errors, what it hands on to the packages and to accelerate."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.main import get_command
+from typer.testing import CliRunner
+
+import revela_hub
+from trainers.data.prepare import PrepareConfig
+
+ROOT = Path(__file__).parent.parent
+runner = CliRunner(env={"COLUMNS": "200", "REVELA_DEBUG": None})
+
+
+def run(*arguments: object):
+    return runner.invoke(revela_hub.app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def text_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(12):
+        lines = [f"Document {number} says in sentence {line} something of its own." for line in range(60)]
+        (folder / f"{number}.txt").write_text("\n".join(lines))
+    return folder
+
+
+def test_help_needs_no_heavy_import():
+    code = (
+        "import sys, revela_hub\n"
+        "try: revela_hub.app(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'pyarrow', 'numpy', 'sentence_transformers', 'accelerate'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in ("prepare", "train", "export", "evaluate", "search"):
+        assert f"\n  {name} " in done.stdout
+
+
+@pytest.mark.parametrize("name", ["export", "evaluate", "search"])
+def test_every_option_is_explained_and_an_example_given(name):
+    command = get_command(revela_hub.app).commands[name]
+    for parameter in command.params:
+        assert parameter.help and parameter.help.endswith((".", "quotes")), parameter.name
+    assert f"\nrevela-hub {name} " in command.help
+    shown = run(name, "--help").stdout
+    assert all(option in shown for parameter in command.params for option in parameter.opts if option[0] == "-")
+
+
+def test_options_of_prepare_are_the_fields_of_its_config():
+    shown = run("prepare", "--help").stdout
+    for field in dataclasses.fields(PrepareConfig):
+        option = "source" if field.name == "source" else "--" + field.name.replace("_", "-")
+        assert option in shown, option
+        assert field.metadata["help"].split()[0] in shown
+    assert "[default: 120]" in shown and "revela-hub prepare docs/ --out prepared/" in shown
+
+
+def test_prepare_writes_what_its_options_say(text_folder, tmp_path):
+    out = tmp_path / "prepared"
+    done = run("prepare", text_folder, "--out", out, "--group-size", 4, "--validation-share", 0.25, "--seed", 3)
+    assert done.exit_code == 0, done.output
+    settings = json.loads((out / "prepare.json").read_text())["settings"]
+    assert (settings["group_size"], settings["validation_share"], settings["seed"]) == (4, 0.25, 3)
+    assert settings["max_words"] == 120
+    assert list(out.glob("train-*.parquet")) and f"--train_sets {out}" in done.stdout
+
+
+def test_errors_are_one_line_unless_debugging(tmp_path):
+    arguments = ("prepare", tmp_path / "nothing", "--out", tmp_path / "out")
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "nothing" in done.stderr
+    debugged = run("--debug", *arguments)
+    assert isinstance(debugged.exception, (ValueError, OSError)) and str(debugged.exception) in done.stderr
+    by_variable = runner.invoke(revela_hub.app, list(map(str, arguments)), env={"REVELA_DEBUG": "1"})
+    assert type(by_variable.exception) is type(debugged.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("prepare", "docs"), "--out"),
+        (("prepare", "docs", "--out", "x", "--kind", "poetry"), "kind"),
+        (("prepare", "docs", "--out", "x", "--group-sise", "4"), "--group-sise"),
+        (("evaluate", "model"), "either --task (with labels) or --groups"),
+        (("evaluate", "model", "--task", "SciFact", "--groups", "x"), "not both"),
+        (("search", "model", "no-such-folder", "query"), "no-such-folder"),
+        (("train", "revela", "no-such-recipe"), "revela-smollm2-135m-wikipedia"),
+        (("train", "revela", "--launch-config", "no-such-config"), "cpu, ddp, single, zero2, zero3"),
+    ],
+)
+def test_mistakes_exit_with_2_and_say_what_is_wrong(arguments, message):
+    done = run(*arguments)
+    assert done.exit_code == 2, done.output
+    assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_train_lists_each_recipe_with_its_table():
+    lines = run("train", "--list").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == sorted(path.stem for path in revela_hub.RECIPES.glob("*.yaml"))
+    assert all("Table" in line for line in lines)
+
+
+def test_train_help_shows_launching_and_the_fields_of_the_script():
+    command = [sys.executable, "-m", "revela_hub", "train", "revela", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--launch-config" in done.stdout and "cpu, ddp, single, zero2, zero3" in done.stdout
+    for option in ("--retriever_name_or_path", "--train_sets", "--similarity_dtype", "--per_device_train_batch_size"):
+        assert option in done.stdout
+
+
+@pytest.fixture
+def stand_in_script(tmp_path, monkeypatch):
+    """A script in the place of a method's, which tells what it was started with and fails in a way of its own."""
+    (tmp_path / "trainers").mkdir()
+    (tmp_path / "trainers" / "toy.py").write_text(
+        "import json, os, sys\n"
+        "seen = {'argv': sys.argv[1:], 'rank': os.environ.get('RANK'), 'world': os.environ.get('WORLD_SIZE'),\n"
+        "        'cpu': os.environ.get('ACCELERATE_USE_CPU')}\n"
+        "open(os.path.join(sys.argv[-1], f\"seen-{seen['rank'] or 0}.json\"), 'w').write(json.dumps(seen))\n"
+        "sys.exit('--fail' in sys.argv)\n"
+    )
+    monkeypatch.setattr(revela_hub, "HERE", tmp_path)
+
+    def start(*arguments: str, num_processes: int | None = None):
+        with pytest.raises(revela_hub.typer.Exit) as stopped:
+            revela_hub._launch("toy", [*arguments, "--out", str(tmp_path)], "cpu", num_processes, False)
+        return stopped.value.exit_code, [json.loads(path.read_text()) for path in sorted(tmp_path.glob("seen-*"))]
+
+    return start
+
+
+def test_train_hands_arguments_on_and_the_exit_code_back(stand_in_script):
+    code, seen = stand_in_script("--use_cpu=false", "--name", "two words")
+    assert code == 0
+    assert seen[0]["argv"][:3] == ["--use_cpu=false", "--name", "two words"] and seen[0]["cpu"] == "True"
+    code, _ = stand_in_script("--use_cpu=true", "--fail")
+    assert code == 1
+
+
+@pytest.mark.slow
+def test_train_starts_two_processes_on_a_cpu(stand_in_script):
+    code, seen = stand_in_script("--use_cpu=true", num_processes=2)
+    assert code == 0
+    assert [(one["rank"], one["world"]) for one in seen] == [("0", "2"), ("1", "2")]
+
+
+def test_launch_options_fit_config_and_machine(tmp_path, monkeypatch):
+    import accelerate.commands.config.config_args as config_args
+
+    shipped = revela_hub.LAUNCH_CONFIGS
+    monkeypatch.setattr(config_args, "default_config_file", str(tmp_path / "none.yaml"))
+    assert revela_hub._launch_options("zero3", None) == (["--config_file", str(shipped / "zero3.yaml")], False)
+    own = tmp_path / "own.yaml"
+    own.write_text((shipped / "ddp.yaml").read_text())
+    options, on_cpu = revela_hub._launch_options(str(own), 8)
+    assert options == ["--config_file", str(own), "--num_processes", "8"] and not on_cpu
+
+    options, on_cpu = revela_hub._launch_options(None, None)
+    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    expected = {0: "cpu", 1: "single"}.get(devices, "ddp")
+    assert options == ["--config_file", str(shipped / f"{expected}.yaml"), "--num_processes", str(max(devices, 1))]
+    assert on_cpu == (devices == 0)
+
+    # Someone who has run `accelerate config` has said how to launch on this machine.
+    monkeypatch.setattr(config_args, "default_config_file", str(own))
+    assert revela_hub._launch_options(None, None) == ([], False)
+
+
+def test_console_command_prints_its_version():
+    command = [sys.executable, "-m", "revela_hub", "--version"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ)
+    assert (done.returncode, done.stdout.strip()) == (0, "0.1.0")
