@@ -37,14 +37,13 @@ def standardise(queries, documents) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(torch.nn.functional.normalize((side - mean) * scale, dim=-1) for side in (queries, documents))
 
 
-def top_k(queries, documents, k: int, exclude=None, chunk_size: int = 256) -> tuple[torch.Tensor, torch.Tensor]:
+def top_k(queries, documents, k: int, chunk_size: int = 256) -> tuple[torch.Tensor, torch.Tensor]:
     """The k documents of largest inner product for each query, exactly, by matrix products in chunks of queries.
 
     Args:
         queries: (Q, d) embeddings.
         documents: (N, d) embeddings.
         k: how many; min(k, N) are returned.
-        exclude: (Q,) long tensor; document exclude[q] is left out of the ranking of query q (its score is -inf).
         chunk_size: queries a matrix product; the largest matrix held is chunk_size x N float32.
 
     Returns:
@@ -55,8 +54,5 @@ def top_k(queries, documents, k: int, exclude=None, chunk_size: int = 256) -> tu
     scores, indices = torch.empty(len(queries), k), torch.empty(len(queries), k, dtype=torch.long)
     for start in range(0, len(queries), chunk_size):
         chunk = slice(start, start + chunk_size)
-        products = queries[chunk] @ documents.T
-        if exclude is not None:
-            products.scatter_(1, exclude[chunk, None], -torch.inf)
-        scores[chunk], indices[chunk] = products.topk(k, dim=1)
+        scores[chunk], indices[chunk] = (queries[chunk] @ documents.T).topk(k, dim=1)
     return scores, indices

@@ -100,7 +100,8 @@ def sibling_retrieval(
     spans = as_tensor(encode_query([first_part(texts[position], span_ratio) for position in queries]))
     if standardised:
         spans, documents = standardise(spans, documents)
-    scores, indices = top_k(spans, documents, 11, exclude=torch.tensor(queries))
+    # One more than the measures look at: the chunk itself is taken out.
+    scores, indices = top_k(spans, documents, 11)
     run = {
         str(position): {str(doc): score for score, doc in zip(row, docs, strict=True) if doc != position}
         for position, row, docs in zip(queries, scores.tolist(), indices.tolist(), strict=True)
