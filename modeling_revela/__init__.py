@@ -14,7 +14,6 @@ from .modeling_revela import (
     RevelaPreTrainedModel,
 )
 
-
 AutoConfig.register("revela", RevelaConfig, exist_ok=True)
 AutoModelForPreTraining.register(RevelaConfig, RevelaForPreTraining, exist_ok=True)
 

@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-
 POOLINGS = ("eos", "cls", "mean")
 SIMILARITY_SPANS = ("first_half", "full")
 SIMILARITY_DTYPES = ("float32", "bfloat16", "float16")
@@ -131,7 +130,7 @@ class RevelaConfig(PreTrainedConfig):
             raise ValueError(f"`similarity_span_ratio` must lie between 0 and 1, not {self.similarity_span_ratio}.")
         if not 0 <= self.weight_floor < 1e-2:
             raise ValueError(
-                f"`weight_floor` must lie between 0 and 0.01, not {self.weight_floor}: a higher floor changes the loss."
+                f"`weight_floor` must lie between 0 and 0.01, not {self.weight_floor}: a higher floor shows."
             )
 
 

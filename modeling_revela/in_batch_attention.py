@@ -17,7 +17,6 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-
 IN_BATCH_ATTENTION = "revela_in_batch"
 
 # Arguments some models hand to attention that change the softmax; computing b_ij without them would be silently wrong.
@@ -90,19 +89,29 @@ def in_batch_attention_forward(
                 f"{type(module).__name__} uses {what} (`{name}`), which in-batch attention cannot honour: "
                 "choose a backbone without it."
             )
-    output, _ = sdpa_attention_forward(
-        module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-    )
     if in_batch is None:
-        return output, None
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
     in_batch.layers_seen.add(module.layer_idx)
+    if attention_mask is None and _prefers_plain(query):
+        length = query.shape[2]
+        attention_mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    if attention_mask is not None and _prefers_plain(query):
+        repeats = query.shape[1] // key.shape[1]
+        keys, values = (states.repeat_interleave(repeats, dim=1) for states in (key, value))
+        output = _plain_attention(
+            query, keys, values, attention_mask, scaling or query.shape[-1] ** -0.5, dropout
+        ).transpose(1, 2)
+    else:
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
     if in_batch.num_pairs == 0:
         return output, None
 
     chunks = query.shape[0] // 2
-    cross = _cross_chunk_attention(
-        query[chunks:], key[:chunks], value[:chunks], in_batch, scaling, dropout if module.training else 0.0
-    )
+    cross = _cross_chunk_attention(query[chunks:], key[:chunks], value[:chunks], in_batch, scaling, dropout)
     if in_batch.gate is not None:
         cross = cross * in_batch.gate[module.layer_idx].to(cross.dtype)[None, :, None, None]
     # Eq. 7: h = s + b, in the rows of h only.
@@ -138,13 +147,9 @@ def _cross_chunk_attention(
     # The cross mask has no query dimension, so the heads that share a key head fold into the length: keys and values
     # are never repeated for grouped-query attention.
     pair_query = query[rows].reshape(len(rows), kv_heads, heads // kv_heads * length, -1)
-    pairs = nn.functional.scaled_dot_product_attention(
-        pair_query,
-        key[columns],
-        value[columns],
-        attn_mask=in_batch.pair_key_mask,
-        dropout_p=dropout,
-        scale=scaling,
+    attend = _plain_attention if _prefers_plain(query) else nn.functional.scaled_dot_product_attention
+    pairs = attend(
+        pair_query, key[columns], value[columns], attn_mask=in_batch.pair_key_mask, dropout_p=dropout, scale=scaling
     )
     pairs = pairs.reshape(len(rows), heads, length, -1)
     weights = in_batch.pair_weights[:, None, None, None]
@@ -153,6 +158,27 @@ def _cross_chunk_attention(
         pairs = pairs[..., :value_dim]
     pairs = pairs * weights.to(pairs.dtype)
     return pairs.new_zeros(chunks, heads, length, value_dim).index_add(0, rows, pairs)
+
+
+def _prefers_plain(query: torch.Tensor) -> bool:
+    # On a CPU the fused kernel's backward in half precision takes several times what plain products take, which run
+    # on matrix units there; everywhere else, and in float32, the fused kernel wins (benchmarks/in_batch_attention.md).
+    return query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16) and torch.is_grad_enabled()
+
+
+def _plain_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    scale: float,
+    dropout_p: float = 0.0,
+) -> torch.Tensor:
+    """Attention as two products around a softmax; a boolean mask, True where a key is seen."""
+    scores = (query * scale) @ key.transpose(-1, -2)
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, torch.finfo(scores.dtype).min)
+    return nn.functional.dropout(torch.softmax(scores, dim=-1), dropout_p) @ value
 
 
 AttentionInterface.register(IN_BATCH_ATTENTION, in_batch_attention_forward)

@@ -4,7 +4,6 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-
 # Logits held at a time: 2^24 float32 numbers, 64 MiB.
 _CHUNK_ELEMENTS = 2**24
 

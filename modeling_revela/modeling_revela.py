@@ -194,7 +194,7 @@ class RevelaForCausalLM(RevelaPreTrainedModel):
         if not context.layers_seen:
             raise ValueError(
                 f"No layer of {type(decoder).__name__} reached in-batch attention: it does not pass its keyword "
-                "arguments on to transformers' attention interface. Choose a backbone that does, such as Llama or Qwen."
+                "arguments on to the attention interface. Choose a backbone that does, such as Llama or Qwen."
             )
         output = RevelaCausalLMOutput(num_pairs=context.num_pairs)
         if labels is None or return_logits:
@@ -253,8 +253,8 @@ class RevelaForCausalLM(RevelaPreTrainedModel):
             raise ValueError("In-batch attention needs at least two chunks: a group of one has nothing to attend to.")
         if not bool(torch.isfinite(weights.detach()).all()):
             raise ValueError(
-                "`in_batch_weights` has values that are not finite: look at the retriever's embeddings (a row of zeros, "
-                "an overflow in half precision) and at the temperature."
+                "`in_batch_weights` has values that are not finite: look at the retriever's embeddings (a row of "
+                "zeros, an overflow in half precision) and at the temperature."
             )
         for module in self.backbone.modules():
             function = getattr(module, "_gradient_checkpointing_func", None)

@@ -1,0 +1,237 @@
+"""
+Train a retriever with Revela (arXiv 2506.16552): the LM's loss teaches the retriever which chunks help which.
+
+    accelerate launch trainers/revela.py revela-smollm2-135m-wikipedia --train_sets prepared/ --output_dir out
+
+Numbered:
+1. Prepare text first: `revela-hub prepare SOURCE --out prepared/`.
+2. Choose a recipe (a YAML file or a shipped name) and override any field on the command line.
+3. Watch `in_batch_gain` rise above 0 and `mean_cosine` stay below 1; `eval_sibling_ndcg_at_10` picks the checkpoint.
+4. Publish with `revela-hub export out/checkpoint-N retriever/`.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from transformers import AutoTokenizer, set_seed
+
+from hub_cards.eos_tokenizer import append_eos
+from modeling_revela import RevelaForPreTraining
+from trainers.arguments import parse_recipe
+from trainers.data.collator import GroupCollator
+from trainers.data.prepared import load_groups, mix_groups
+from trainers.revela_trainer import RevelaTrainer, RevelaTrainingArguments, last_checkpoint
+
+
+@dataclass
+class ModelArguments:
+    """Which two models, and how they are joined; the fields of `RevelaConfig`."""
+
+    retriever_name_or_path: str = field(metadata={"help": "Backbone of the retriever: Hub id or folder."})
+    lm_name_or_path: str | None = field(
+        default=None, metadata={"help": "The causal LM trained along: Hub id or folder. The retriever's, if left out."}
+    )
+    retriever_pooling: str = field(
+        default="eos", metadata={"help": "eos (last token; for decoders), cls or mean (for encoders)."}
+    )
+    retriever_lora_r: int = field(default=0, metadata={"help": "LoRA rank for the retriever; 0 trains all weights."})
+    retriever_lora_alpha: int | None = field(default=None, metadata={"help": "LoRA alpha; the rank, if left out."})
+    retriever_lora_dropout: float = field(default=0.0, metadata={"help": "Dropout on the retriever's adapters."})
+    lm_lora_r: int = field(default=0, metadata={"help": "LoRA rank for the LM; 0 trains all weights."})
+    lm_lora_alpha: int | None = field(default=None, metadata={"help": "LoRA alpha; the rank, if left out."})
+    lm_lora_dropout: float = field(default=0.0, metadata={"help": "Dropout on the LM's adapters."})
+    freeze_lm: bool = field(default=False, metadata={"help": "Leave the LM as it is; train the retriever only."})
+    v_norm: bool = field(default=True, metadata={"help": "V-normalisation (Eq. 8): on for prose, off for code."})
+    in_batch_gate: bool = field(
+        default=False,
+        metadata={
+            "help": "A learned gate per layer and head on in-batch attention; not in the paper, short runs need it."
+        },
+    )
+    in_batch_gate_init: float = field(default=0.05, metadata={"help": "Where the gates start."})
+    include_diagonal: bool = field(default=False, metadata={"help": "Let a chunk attend to itself too (ablation)."})
+    dual_loss: bool = field(default=False, metadata={"help": "Add the plain next-token loss to the loss."})
+    temperature: float = field(default=1e-4, metadata={"help": "Temperature of the softmax over similarities."})
+    trainable_temperature: bool = field(default=False, metadata={"help": "Learn the temperature."})
+    similarity_dtype: str = field(
+        default="float32",
+        metadata={"help": "Precision of the similarities. bfloat16 is the authors' regime: ties at 1e-4."},
+    )
+    similarity_span: str = field(
+        default="first_half",
+        metadata={"help": "What the query side sees: first_half (prose) or full (code)."},
+    )
+    similarity_span_ratio: float = field(default=0.5, metadata={"help": "The share of tokens first_half keeps."})
+    weight_floor: float = field(default=1e-8, metadata={"help": "In-batch weights at or below it are skipped."})
+    query_prompt: str = field(default="query: ", metadata={"help": "Put before a chunk as query."})
+    document_prompt: str = field(default="passage: ", metadata={"help": "Put before a chunk as passage."})
+    save_backbones: bool = field(
+        default=True,
+        metadata={"help": "Put frozen backbone weights into checkpoints; False reads them again from their source."},
+    )
+    dtype: str = field(
+        default="float32",
+        metadata={"help": "Precision of the weights in memory; keep float32 and use --bf16 for fast products."},
+    )
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that a backbone's repository carries."})
+
+    def lora(self, half: str) -> dict | None:
+        """`peft.LoraConfig` arguments for `retriever` or `lm`, `None` where all weights are trained."""
+        rank = getattr(self, f"{half}_lora_r")
+        if rank == 0 or (half == "lm" and self.freeze_lm):
+            return None
+        alpha = getattr(self, f"{half}_lora_alpha")
+        return {
+            "r": rank,
+            "lora_alpha": rank if alpha is None else alpha,
+            "lora_dropout": getattr(self, f"{half}_lora_dropout"),
+            "target_modules": "all-linear",
+        }
+
+
+@dataclass
+class DataArguments:
+    """What is read, and how long a chunk may be."""
+
+    train_sets: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Folders that `revela-hub prepare` wrote, or files of the authors."},
+    )
+    train_weights: list[float] | None = field(
+        default=None, metadata={"help": "How often groups of each set are drawn; by their sizes, if left out."}
+    )
+    validation_set: str | None = field(
+        default=None, metadata={"help": "Prepared folder whose held-out groups are evaluated; the first train set's."}
+    )
+    validation_groups: int = field(default=64, metadata={"help": "At most so many held-out groups an evaluation."})
+    max_length: int = field(default=160, metadata={"help": "Tokens a chunk may have in the LM."})
+    retriever_max_length: int | None = field(
+        default=None, metadata={"help": "Tokens a chunk may have in the retriever; max_length, if left out."}
+    )
+    group_size: int | None = field(
+        default=None, metadata={"help": "Chunks a group: larger groups are split. As prepared, if left out."}
+    )
+    full_span_sources: list[str] = field(
+        default_factory=list, metadata={"help": "Sources whose query side sees the whole chunk despite first_half."}
+    )
+
+
+def load_model(arguments: ModelArguments) -> RevelaForPreTraining:
+    """Read both backbones and join them."""
+    return RevelaForPreTraining.from_backbones(
+        arguments.retriever_name_or_path,
+        arguments.lm_name_or_path or arguments.retriever_name_or_path,
+        pooling=arguments.retriever_pooling,
+        retriever_lora=arguments.lora("retriever"),
+        lm_lora=arguments.lora("lm"),
+        freeze_lm=arguments.freeze_lm,
+        v_norm=arguments.v_norm,
+        in_batch_gate=arguments.in_batch_gate,
+        in_batch_gate_init=arguments.in_batch_gate_init,
+        include_diagonal=arguments.include_diagonal,
+        dual_loss=arguments.dual_loss,
+        temperature=arguments.temperature,
+        trainable_temperature=arguments.trainable_temperature,
+        similarity_dtype=arguments.similarity_dtype,
+        similarity_span=arguments.similarity_span,
+        similarity_span_ratio=arguments.similarity_span_ratio,
+        weight_floor=arguments.weight_floor,
+        query_prompt=arguments.query_prompt,
+        document_prompt=arguments.document_prompt,
+        save_backbones=arguments.save_backbones,
+        dtype=getattr(torch, arguments.dtype),
+        trust_remote_code=arguments.trust_remote_code,
+    )
+
+
+def load_tokenizers(arguments: ModelArguments):
+    """The retriever's tokenizer, which appends EOS where the pooling needs it, and the LM's own."""
+    options = {"trust_remote_code": arguments.trust_remote_code}
+    retriever = AutoTokenizer.from_pretrained(arguments.retriever_name_or_path, **options)
+    lm = AutoTokenizer.from_pretrained(arguments.lm_name_or_path or arguments.retriever_name_or_path, **options)
+    if arguments.retriever_pooling == "eos":
+        retriever = append_eos(retriever)
+    return retriever, lm
+
+
+def load_train_set(arguments: DataArguments, seed: int):
+    """All prepared sets as one, mixed by weight, split to `group_size` chunks a group."""
+    if not arguments.train_sets:
+        raise ValueError("`train_sets` is empty: name at least one folder that `revela-hub prepare` wrote.")
+    sets = [load_groups(name, "train") for name in arguments.train_sets]
+    mixed = sets[0] if len(sets) == 1 else mix_groups(sets, arguments.train_weights, seed)
+    return mixed if arguments.group_size is None else split_groups(mixed, arguments.group_size)
+
+
+def split_groups(groups, group_size: int):
+    """Groups of more than `group_size` chunks become several; what is left over and too small is dropped."""
+    if group_size < 2:
+        raise ValueError(f"`group_size` must be at least 2, not {group_size}: a chunk needs others to attend to.")
+    sizes = {len(texts) for texts in groups[:256]["texts"]}
+    if max(sizes) < group_size:
+        raise ValueError(
+            f"The prepared groups have {max(sizes)} chunks, fewer than group_size {group_size}: prepare them again "
+            f"with --group-size {group_size}."
+        )
+    if sizes == {group_size}:
+        return groups
+
+    def split(batch):
+        rows = {"texts": [], "doc_ids": [], "source": []}
+        for texts, ids, source in zip(batch["texts"], batch["doc_ids"], batch["source"], strict=True):
+            for start in range(0, len(texts) - group_size + 1, group_size):
+                rows["texts"].append(texts[start : start + group_size])
+                rows["doc_ids"].append(ids[start : start + group_size])
+                rows["source"].append(source)
+        return rows
+
+    return groups.map(split, batched=True, remove_columns=groups.column_names, desc="Splitting groups")
+
+
+def main(argv: list[str] | None = None) -> None:
+    model_args, data_args, args = parse_recipe(
+        (ModelArguments, DataArguments, RevelaTrainingArguments), argv, description=__doc__
+    )
+    resume = last_checkpoint(args)
+    set_seed(args.seed)
+
+    # 1. Data: prepared groups, mixed by weight; held-out documents for validation.
+    train_set = load_train_set(data_args, args.seed)
+    validation = None
+    if args.do_eval or args.eval_strategy != "no":
+        validation = load_groups(data_args.validation_set or data_args.train_sets[0], "validation")
+        validation = validation.select(range(min(len(validation), data_args.validation_groups)))
+
+    # 2. Model and tokenizers.
+    retriever_tokenizer, lm_tokenizer = load_tokenizers(model_args)
+    model = load_model(model_args)
+    collator = GroupCollator(
+        retriever_tokenizer,
+        lm_tokenizer,
+        max_length=data_args.max_length,
+        retriever_max_length=data_args.retriever_max_length or data_args.max_length,
+        query_prompt=model_args.query_prompt,
+        document_prompt=model_args.document_prompt,
+        similarity_span=model_args.similarity_span,
+        similarity_span_ratio=model_args.similarity_span_ratio,
+        full_span_sources=data_args.full_span_sources,
+    )
+
+    # 3. Train, and leave the final checkpoint in the output folder itself.
+    trainer = RevelaTrainer(
+        model=model,
+        args=args,
+        train_dataset=train_set,
+        eval_dataset=validation,
+        data_collator=collator,
+        processing_class=retriever_tokenizer,
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model()
+    trainer.save_state()
+    if args.push_to_hub:
+        trainer.push_to_hub()
+
+
+if __name__ == "__main__":
+    main()
