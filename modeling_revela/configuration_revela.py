@@ -32,7 +32,9 @@ class RevelaConfig(PreTrainedConfig):
         dual_loss (`bool`, defaults to `False`): add the next-token loss of the plain (e) stream to the loss.
         weight_floor (`float`, defaults to 1e-8):
             In-batch weights at or below this are not computed. 0 drops only what is exactly zero.
-        temperature (`float`, defaults to 1e-4): of the softmax over similarities (§3.3).
+        similarity_temperature (`float`, defaults to 1e-4):
+            Temperature of the softmax over similarities (§3.3). (`temperature` alone is a generation setting to
+            transformers, which refuses it in a model config.)
         trainable_temperature (`bool`, defaults to `False`): learn the logarithm of the temperature.
         similarity_dtype (`str`, defaults to `"float32"`):
             Precision of the cosines and of their division by the temperature; the softmax is always float32.
@@ -69,7 +71,7 @@ class RevelaConfig(PreTrainedConfig):
         include_diagonal: bool = False,
         dual_loss: bool = False,
         weight_floor: float = 1e-8,
-        temperature: float = 1e-4,
+        similarity_temperature: float = 1e-4,
         trainable_temperature: bool = False,
         similarity_dtype: str = "float32",
         similarity_span: str = "first_half",
@@ -94,7 +96,7 @@ class RevelaConfig(PreTrainedConfig):
         self.include_diagonal = include_diagonal
         self.dual_loss = dual_loss
         self.weight_floor = weight_floor
-        self.temperature = temperature
+        self.similarity_temperature = similarity_temperature
         self.trainable_temperature = trainable_temperature
         self.similarity_dtype = similarity_dtype
         self.similarity_span = similarity_span
@@ -124,8 +126,8 @@ class RevelaConfig(PreTrainedConfig):
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"`{name}` must be one of {', '.join(allowed)}, not {getattr(self, name)!r}.")
-        if not self.temperature > 0:
-            raise ValueError(f"`temperature` must be above 0, not {self.temperature}.")
+        if not self.similarity_temperature > 0:
+            raise ValueError(f"`similarity_temperature` must be above 0, not {self.similarity_temperature}.")
         if not 0 < self.similarity_span_ratio < 1:
             raise ValueError(f"`similarity_span_ratio` must lie between 0 and 1, not {self.similarity_span_ratio}.")
         if not 0 <= self.weight_floor < 1e-2:

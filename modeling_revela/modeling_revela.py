@@ -84,7 +84,7 @@ class RevelaPreTrainedModel(PreTrainedModel):
         if isinstance(module, RevelaForCausalLM) and module.in_batch_gate is not None:
             init.constant_(module.in_batch_gate, module.config.in_batch_gate_init)
         if isinstance(module, RevelaForPreTraining) and module.log_temperature is not None:
-            init.constant_(module.log_temperature, math.log(module.config.temperature))
+            init.constant_(module.log_temperature, math.log(module.config.similarity_temperature))
 
     def get_output_embeddings(self):
         # Resizing and tying are the backbones' own business.
@@ -299,7 +299,7 @@ class RevelaForPreTraining(RevelaPreTrainedModel):
         self.lm = RevelaForCausalLM(config, backbone=backbone)
         self.log_temperature = None
         if config.trainable_temperature:
-            self.log_temperature = nn.Parameter(torch.tensor(math.log(config.temperature)))
+            self.log_temperature = nn.Parameter(torch.tensor(math.log(config.similarity_temperature)))
         self.post_init()
 
     @classmethod
@@ -386,7 +386,7 @@ class RevelaForPreTraining(RevelaPreTrainedModel):
     @property
     def temperature(self) -> torch.Tensor | float:
         """Temperature of the softmax over similarities; a float32 scalar tensor where it is trained."""
-        return self.config.temperature if self.log_temperature is None else self.log_temperature.float().exp()
+        return self.config.similarity_temperature if self.log_temperature is None else self.log_temperature.float().exp()
 
     def embed(self, input_ids: torch.LongTensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """(B, L) token ids and mask -> (B, d) L2-normalised embeddings, float32 or wider."""

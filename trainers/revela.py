@@ -130,7 +130,7 @@ def load_model(arguments: ModelArguments) -> RevelaForPreTraining:
         in_batch_gate_init=arguments.in_batch_gate_init,
         include_diagonal=arguments.include_diagonal,
         dual_loss=arguments.dual_loss,
-        temperature=arguments.temperature,
+        similarity_temperature=arguments.temperature,
         trainable_temperature=arguments.trainable_temperature,
         similarity_dtype=arguments.similarity_dtype,
         similarity_span=arguments.similarity_span,

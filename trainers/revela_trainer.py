@@ -30,10 +30,6 @@ class RevelaTrainingArguments(TrainingArguments):
         metadata={"help": "Peak learning rate of gates and temperature; 20 x learning_rate if not given."},
     )
     logging_steps: float = field(default=10, metadata={"help": "Log every so many optimisation steps."})
-    gradient_checkpointing_kwargs: dict | str | None = field(
-        default_factory=lambda: {"use_reentrant": False},
-        metadata={"help": "For torch.utils.checkpoint; reentrant checkpointing is refused by the model."},
-    )
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "Keep False: the collator reads the groups' own columns."}
     )
