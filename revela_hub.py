@@ -13,7 +13,6 @@ The commands import what they need when they run, so that `--help` answers at on
 import dataclasses
 import inspect
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -186,15 +185,13 @@ def _launch(
 
         read_recipe(arguments[0])
     options, on_cpu = _launch_options(launch_config, num_processes)
-    environment = dict(os.environ)
-    if on_cpu:
-        environment["ACCELERATE_USE_CPU"] = "true"
-        if not any(argument.partition("=")[0] == "--use_cpu" for argument in arguments):
-            arguments = [*arguments, "--use_cpu", "true"]
+    if on_cpu and not any(argument.partition("=")[0] == "--use_cpu" for argument in arguments):
+        # A recipe with bf16 is refused on a machine without a GPU unless the CPU is asked for.
+        arguments = [*arguments, "--use_cpu", "true"]
     command = ["accelerate", "launch", *options, script, *arguments]
     typer.echo(" ".join(command), err=True)
     command[:2] = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
-    raise typer.Exit(subprocess.run(command, env=environment).returncode)
+    raise typer.Exit(subprocess.run(command).returncode)
 
 
 def _launch_options(launch_config: str | None, num_processes: int | None) -> tuple[list[str], bool]:

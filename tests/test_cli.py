@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -126,34 +125,38 @@ def stand_in_script(tmp_path, monkeypatch):
     (tmp_path / "trainers").mkdir()
     (tmp_path / "trainers" / "toy.py").write_text(
         "import json, os, sys\n"
-        "seen = {'argv': sys.argv[1:], 'rank': os.environ.get('RANK'), 'world': os.environ.get('WORLD_SIZE'),\n"
-        "        'cpu': os.environ.get('ACCELERATE_USE_CPU')}\n"
-        "open(os.path.join(sys.argv[-1], f\"seen-{seen['rank'] or 0}.json\"), 'w').write(json.dumps(seen))\n"
+        "from pathlib import Path\n"
+        "seen = {'argv': sys.argv[1:], 'rank': os.environ.get('RANK'), 'world': os.environ.get('WORLD_SIZE')}\n"
+        "Path(__file__).with_name(f\"seen-{seen['rank']}.json\").write_text(json.dumps(seen))\n"
         "sys.exit('--fail' in sys.argv)\n"
     )
     monkeypatch.setattr(revela_hub, "HERE", tmp_path)
 
     def start(*arguments: str, num_processes: int | None = None):
         with pytest.raises(revela_hub.typer.Exit) as stopped:
-            revela_hub._launch("toy", [*arguments, "--out", str(tmp_path)], "cpu", num_processes, False)
-        return stopped.value.exit_code, [json.loads(path.read_text()) for path in sorted(tmp_path.glob("seen-*"))]
+            revela_hub._launch("toy", list(arguments), "cpu", num_processes, False)
+        return stopped.value.exit_code, [json.loads(path.read_text()) for path in sorted(tmp_path.rglob("seen-*"))]
 
     return start
 
 
 def test_train_hands_arguments_on_and_the_exit_code_back(stand_in_script):
-    code, seen = stand_in_script("--use_cpu=false", "--name", "two words")
+    code, seen = stand_in_script("--name", "two words", "--list", "a", "b")
     assert code == 0
-    assert seen[0]["argv"][:3] == ["--use_cpu=false", "--name", "two words"] and seen[0]["cpu"] == "True"
-    code, _ = stand_in_script("--use_cpu=true", "--fail")
+    assert seen[0]["argv"] == ["--name", "two words", "--list", "a", "b", "--use_cpu", "true"]
+    code, seen = stand_in_script("--use_cpu=false", "--fail")
     assert code == 1
+    assert seen[0]["argv"] == ["--use_cpu=false", "--fail"]
 
 
 @pytest.mark.slow
 def test_train_starts_two_processes_on_a_cpu(stand_in_script):
-    code, seen = stand_in_script("--use_cpu=true", num_processes=2)
+    code, seen = stand_in_script(num_processes=2)
     assert code == 0
-    assert [(one["rank"], one["world"]) for one in seen] == [("0", "2"), ("1", "2")]
+    assert [(one["rank"], one["world"], one["argv"]) for one in seen] == [
+        ("0", "2", ["--use_cpu", "true"]),
+        ("1", "2", ["--use_cpu", "true"]),
+    ]
 
 
 def test_launch_options_fit_config_and_machine(tmp_path, monkeypatch):
@@ -180,5 +183,5 @@ def test_launch_options_fit_config_and_machine(tmp_path, monkeypatch):
 
 def test_console_command_prints_its_version():
     command = [sys.executable, "-m", "revela_hub", "--version"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "0.1.0")
