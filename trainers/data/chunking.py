@@ -19,7 +19,6 @@ initial, so these are shown to it as plain spaces; and its time grows with the s
 without spaces, so it sees a window at a time.
 """
 
-import itertools
 import re
 from collections.abc import Iterator
 
@@ -52,11 +51,6 @@ def count_words(text: str) -> int:
     return len((_ASCII_WORD if text.isascii() else _WORD).findall(text))
 
 
-def has_words(text: str, count: int) -> bool:
-    """Whether `text` has at least `count` words, without counting on from there."""
-    return sum(1 for _ in itertools.islice(_WORD.finditer(text), count)) == count
-
-
 def chunk_text(text: str, kind: str = "prose", max_words: int = 120, language: str = "en") -> Iterator[str]:
     """Cut one document into chunks of at most `max_words` words (section 4.1, appendix B.2).
 
@@ -71,6 +65,10 @@ def chunk_text(text: str, kind: str = "prose", max_words: int = 120, language: s
     Yields:
         Non-empty chunks, as slices of the text without surrounding whitespace.
     """
+    if len(text) <= _WINDOW and count_words(text) <= max_words:  # spares short documents most of the time
+        if chunk := _trim(text, kind):
+            yield chunk
+        return
     start = words = 0
     for unit_start, _, unit_words in _units(text, kind, max_words, language):
         if words and words + unit_words > max_words:

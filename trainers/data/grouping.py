@@ -39,9 +39,10 @@ class DigestSet:
         """Add; True if it was not there before."""
         if digest in self._recent:
             return False
-        index = int(self._sorted.searchsorted(np.uint64(digest)))
-        if index < len(self._sorted) and int(self._sorted[index]) == digest:
-            return False
+        if len(self._sorted):
+            index = int(self._sorted.searchsorted(np.uint64(digest)))
+            if index < len(self._sorted) and int(self._sorted[index]) == digest:
+                return False
         self._recent.add(digest)
         if len(self._recent) >= self._recent_limit:
             recent = np.fromiter(self._recent, dtype=np.uint64, count=len(self._recent))

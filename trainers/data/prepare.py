@@ -31,7 +31,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm.auto import tqdm
 
-from trainers.data.chunking import chunk_text, has_words
+from trainers.data.chunking import chunk_text, count_words
 from trainers.data.grouping import DigestSet, Group, Grouper, in_validation, text_digest
 from trainers.data.readers import DataError, Document, Source, html_to_text
 
@@ -111,7 +111,7 @@ def _chunk_batch(documents: list[Document], max_words: int, min_words: int, lang
         outcome = "kept"
         if not chunks:
             outcome = "empty"
-        elif not has_words(text, min_words):
+        elif len(chunks) < min_words and sum(map(count_words, chunks)) < min_words:  # a chunk has at least one
             outcome = "too_short"
         results.append(_Chunked(doc_id, outcome, text_digest(text), chunks))
     return results

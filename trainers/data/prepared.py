@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow.compute as pc
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 from datasets.exceptions import DatasetGenerationError
+from pyarrow import ArrowInvalid
 
 from trainers.data.readers import DataError, numbered_lines
 
@@ -105,8 +106,11 @@ def _download(dataset_id: str) -> Path:
 def _load_parquet(files: list[Path]) -> Dataset:
     try:
         dataset = Dataset.from_parquet([str(file) for file in files])
-    except DatasetGenerationError as error:
-        raise DataError(f"{files[0]} and its like cannot be read ({error.__cause__}); copy them again.") from error
+    except (DatasetGenerationError, ArrowInvalid) as error:
+        reason = error.__cause__ or error
+        raise DataError(
+            f"{files[0]}, or another of its {len(files)} shards, cannot be read ({reason}); copy it again."
+        ) from error
     if missing := set(FEATURES) - set(dataset.column_names):
         raise DataError(
             f"{files[0]}: no column {', '.join(sorted(missing))}, so this is no prepared set; make one of it with "
