@@ -118,7 +118,7 @@ def print_hits(hits: list[Hit], max_lines: int = 8, max_characters: int = 600) -
         lines = hit.text.strip("\n").splitlines()
         snippet = "\n".join(lines[:max_lines])[:max_characters]
         if len(lines) > max_lines or len(snippet) == max_characters:
-            snippet += " …"
+            snippet = snippet.rstrip() + " …"
         console.print(Padding(Text(snippet), (0, 0, 1, 4)))
 
 
