@@ -1,0 +1,172 @@
+"""A pre-training checkpoint -> the published folder: stock weights that four doors open."""
+
+import inspect
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+
+import modeling_revela.modeling_revela as remote_code
+from hub_cards.eos_tokenizer import ends_with_eos
+from modeling_revela import RevelaConfig, RevelaForPreTraining
+
+MAX_LENGTH = 2048
+_POOLING = {"eos": "lasttoken", "cls": "cls", "mean": "mean"}
+
+
+def export(
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    adapter_only: bool = False,
+    dtype: str = "float32",
+    max_length: int = MAX_LENGTH,
+    overwrite: bool = False,
+) -> Path:
+    """
+    Publish the retriever of a checkpoint.
+
+    The folder holds the stock backbone (adapters merged), its tokenizer, sentence-transformers' files and the code of
+    `RevelaModel`. It opens with `SentenceTransformer(path)` and `AutoModel.from_pretrained(path)` (stock class, no
+    trust), with `AutoModel.from_pretrained(path, trust_remote_code=True)` (`encode_query`, `encode_document`), and in
+    any server that reads sentence-transformers folders.
+
+    Args:
+        checkpoint: what `trainers/revela.py` wrote: a `checkpoint-N` folder or the output folder itself.
+        out: the folder to write; written beside and renamed, so that it is whole or not there.
+        adapter_only: write the PEFT adapter as the authors release it, without base weights.
+        dtype: precision of the written weights.
+        max_length: tokens a text may have; less where the backbone has fewer positions.
+        overwrite: replace `out` if it is there.
+
+    Returns:
+        The path of `out`.
+
+    Raises:
+        FileNotFoundError: if `checkpoint` is no checkpoint; FileExistsError: if `out` is there;
+        ValueError: for `adapter_only` on a checkpoint without adapters, or a tokenizer that appends no EOS.
+    """
+    checkpoint, out = Path(checkpoint), Path(out)
+    if not (checkpoint / "config.json").exists():
+        hint = sorted(path.name for path in checkpoint.glob("checkpoint-*"))
+        raise FileNotFoundError(
+            f"{checkpoint} is no checkpoint: it has no config.json."
+            + (f" Did you mean {checkpoint / hint[-1]}?" if hint else "")
+        )
+    if json.loads((checkpoint / "config.json").read_text(encoding="utf-8")).get("model_type") != "revela":
+        raise ValueError(f"{checkpoint} is no Revela pre-training checkpoint: its config names another model type.")
+    if out.exists() and not overwrite:
+        raise FileExistsError(f"{out} is there already: pass --overwrite, or another folder.")
+    if not hasattr(torch, dtype):
+        raise ValueError(f"No precision {dtype!r}: choose float32, bfloat16 or float16.")
+    model = RevelaForPreTraining.from_pretrained(checkpoint, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    if model.config.pooling == "eos" and not ends_with_eos(tokenizer):
+        raise ValueError(
+            f"The tokenizer in {checkpoint} appends no EOS, which the retriever's embedding is read from."
+        )
+
+    staging = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        if adapter_only:
+            _write_adapter(model, tokenizer, staging)
+        else:
+            _write_published(model, tokenizer, staging, getattr(torch, dtype), max_length)
+        if out.exists():
+            shutil.rmtree(out)
+        os.replace(staging, out)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return out
+
+
+def merged_retriever(model: RevelaForPreTraining) -> PreTrainedModel:
+    """The retriever as a stock model of its own, adapters merged by peft."""
+    retriever = _peft_retriever(model)
+    return retriever if model.config.retriever_lora is None else retriever.merge_and_unload()
+
+
+def _peft_retriever(model: RevelaForPreTraining):
+    """The stock backbone with the trained weights, wrapped by peft where there are adapters."""
+    stock = AutoModel.from_config(model.config.retriever_config, dtype=model.dtype)
+    weights = model.retriever.state_dict()
+    plain = {name.replace(".base_layer.", "."): value for name, value in weights.items() if "lora_" not in name}
+    stock.load_state_dict(plain)
+    if model.config.retriever_lora is None:
+        return stock.eval()
+    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+
+    lora = LoraConfig(
+        base_model_name_or_path=model.config.retriever_name_or_path,
+        task_type="FEATURE_EXTRACTION",
+        inference_mode=True,
+        **model.config.retriever_lora,
+    )
+    wrapped = get_peft_model(stock, lora)
+    adapters = {
+        f"base_model.model.{name.replace('.default.', '.')}": value
+        for name, value in weights.items()
+        if "lora_" in name
+    }
+    result = set_peft_model_state_dict(wrapped, adapters)
+    if result.unexpected_keys:
+        raise ValueError(
+            f"peft does not know adapter weights of this checkpoint, {result.unexpected_keys[0]!r} first."
+        )
+    return wrapped.eval()
+
+
+def _write_adapter(model: RevelaForPreTraining, tokenizer, folder: Path) -> None:
+    if model.config.retriever_lora is None:
+        raise ValueError("The retriever was trained without LoRA, so there is no adapter: export it whole.")
+    wrapped = _peft_retriever(model)
+    wrapped.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    saved = load_file(folder / "adapter_model.safetensors")
+    if not saved or not any(value.abs().sum() > 0 for name, value in saved.items() if "lora_B" in name):
+        raise ValueError("The adapter is empty or was never trained: every B matrix is zero.")
+
+
+def _write_published(
+    model: RevelaForPreTraining, tokenizer, folder: Path, dtype: torch.dtype, max_length: int
+) -> None:
+    config: RevelaConfig = model.config
+    retriever = merged_retriever(model).to(dtype)
+    positions = getattr(retriever.config.get_text_config(), "max_position_embeddings", None)
+    max_length = max_length if positions is None else min(max_length, positions)
+    # One record of how the embedding is made; sentence-transformers' files below say the same in its own terms.
+    retriever.config.revela = {
+        "pooling": config.pooling,
+        "query_prompt": config.query_prompt,
+        "document_prompt": config.document_prompt,
+        "max_length": max_length,
+    }
+    retriever.config.auto_map = {"AutoModel": "modeling_revela.RevelaModel"}
+    tokenizer.model_max_length = max_length
+    stock = folder / "stock"
+    retriever.save_pretrained(stock)
+    tokenizer.save_pretrained(stock)
+    transformer = Transformer(str(stock), max_seq_length=max_length, model_kwargs={"dtype": dtype})
+    modules = [transformer, Pooling(retriever.config.get_text_config().hidden_size, _POOLING[config.pooling])]
+    published = SentenceTransformer(
+        modules=[*modules, Normalize()],
+        prompts={"query": config.query_prompt, "document": config.document_prompt},
+        similarity_fn_name="cosine",
+        device="cpu",
+    )
+    published.save_pretrained(str(folder), create_model_card=False)
+    shutil.rmtree(stock)
+    for file in Path(inspect.getfile(remote_code)).parent.glob("*.py"):
+        if file.name != "__init__.py":
+            shutil.copy(file, folder / file.name)
+
+
+__all__ = ["MAX_LENGTH", "export", "merged_retriever"]
