@@ -79,7 +79,7 @@ def export(
         if adapter_only:
             _write_adapter(model, tokenizer, staging)
         else:
-            _write_published(model, tokenizer, staging, getattr(torch, dtype), max_length)
+            publish(model, tokenizer, staging, getattr(torch, dtype), max_length)
         if out.exists():
             shutil.rmtree(out)
         os.replace(staging, out)
@@ -135,9 +135,10 @@ def _write_adapter(model: RevelaForPreTraining, tokenizer, folder: Path) -> None
         raise ValueError("The adapter is empty or was never trained: every B matrix is zero.")
 
 
-def _write_published(
-    model: RevelaForPreTraining, tokenizer, folder: Path, dtype: torch.dtype, max_length: int
+def publish(
+    model: RevelaForPreTraining, tokenizer, folder: Path, dtype: torch.dtype, max_length: int = MAX_LENGTH
 ) -> None:
+    """Write the published folder of a model in memory, trained or not; `export` is this on a checkpoint."""
     config: RevelaConfig = model.config
     retriever = merged_retriever(model).to(dtype)
     positions = getattr(retriever.config.get_text_config(), "max_position_embeddings", None)
@@ -169,4 +170,4 @@ def _write_published(
             shutil.copy(file, folder / file.name)
 
 
-__all__ = ["MAX_LENGTH", "export", "merged_retriever"]
+__all__ = ["MAX_LENGTH", "export", "merged_retriever", "publish"]

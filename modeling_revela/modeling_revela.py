@@ -386,7 +386,9 @@ class RevelaForPreTraining(RevelaPreTrainedModel):
     @property
     def temperature(self) -> torch.Tensor | float:
         """Temperature of the softmax over similarities; a float32 scalar tensor where it is trained."""
-        return self.config.similarity_temperature if self.log_temperature is None else self.log_temperature.float().exp()
+        return (
+            self.config.similarity_temperature if self.log_temperature is None else self.log_temperature.float().exp()
+        )
 
     def embed(self, input_ids: torch.LongTensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """(B, L) token ids and mask -> (B, d) L2-normalised embeddings, float32 or wider."""
@@ -592,7 +594,12 @@ def _add_lora(model: PreTrainedModel, lora: dict | None) -> PreTrainedModel:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ImportError("This checkpoint carries LoRA adapters: pip install peft") from error
-    return inject_adapter_in_model(LoraConfig(**lora), model)
+    model = inject_adapter_in_model(LoraConfig(**lora), model)
+    for name, parameter in model.named_parameters():
+        # Adapters take the precision of their base, in which small updates would round away.
+        if "lora_" in name and parameter.dtype.itemsize < 4:
+            parameter.data = parameter.data.float()
+    return model
 
 
 def _require_attention_interface(model: PreTrainedModel) -> None:

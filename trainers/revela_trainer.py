@@ -56,6 +56,9 @@ class RevelaTrainer(Trainer):
         self._counts: dict[str, int] = {}
         self._tokens, self._since = 0, None
         self._staging: Path | None = None
+        if self.args.device.type == "cpu" and self.args.bf16:
+            # The fused kernel's backward in bf16 on a CPU is several times slower than plain products.
+            self.model.retriever.set_attn_implementation("eager")
 
     # What a step logs
 
