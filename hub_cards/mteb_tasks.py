@@ -13,7 +13,9 @@ try:
     from mteb.models import SentenceTransformerEncoderWrapper
     from mteb.types import PromptType
 except ImportError as error:
-    raise ImportError("A task that is no local folder is looked up in mteb, which is not installed: pip install 'revela-hub[mteb]'.") from error
+    raise ImportError(
+        "A task that is no local folder is looked up in mteb, which is not installed: pip install 'revela-hub[mteb]'."
+    ) from error
 
 
 def resolve(names: Sequence) -> tuple[str, list]:

@@ -156,7 +156,7 @@ def make_batch(sizes, length, seed):
 
 
 def test_retrieval_gain_is_the_token_weighted_difference_of_the_losses():
-    model = tiny_revela(temperature=0.05)
+    model = tiny_revela(similarity_temperature=0.05)
     model.train()
     batches = [make_batch([3, 2], 9, 1), make_batch([4], 5, 2)]
     found = retrieval_gain(model, batches)
@@ -184,7 +184,7 @@ def test_retrieval_gain_is_the_token_weighted_difference_of_the_losses():
 
 @pytest.mark.parametrize("options", [{}, {"include_diagonal": True}, {"dual_loss": True}])
 def test_retrieval_gain_of_a_retriever_without_an_opinion_is_zero(options):
-    found = retrieval_gain(tiny_revela(temperature=1e6, **options), [make_batch([3, 3], 8, 0)])
+    found = retrieval_gain(tiny_revela(similarity_temperature=1e6, **options), [make_batch([3, 3], 8, 0)])
     assert found["retrieval_gain"] == pytest.approx(0, abs=1e-5)
 
 
