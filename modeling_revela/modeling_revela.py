@@ -1,5 +1,6 @@
 """Revela's models: a causal LM with in-batch attention, the retriever, and both for training."""
 
+import inspect
 import math
 import os
 from dataclasses import dataclass
@@ -133,6 +134,7 @@ class RevelaForCausalLM(RevelaPreTrainedModel):
             ValueError: if the model by-passes transformers' attention interface.
         """
         backbone, name = _load_backbone(AutoModelForCausalLM, model, options)
+        _refuse_unknown(options)
         config = RevelaConfig(lm_config=backbone.config, lm_name_or_path=name, **options)
         return cls(config, backbone=backbone)
 
@@ -323,6 +325,7 @@ class RevelaForPreTraining(RevelaPreTrainedModel):
         if retriever.get_output_embeddings() is not None and hasattr(retriever, "get_decoder"):
             retriever = retriever.get_decoder()
         lm, lm_name = _load_backbone(AutoModelForCausalLM, lm, loading)
+        _refuse_unknown(options)
         if retriever is lm or retriever is lm.get_decoder():
             raise ValueError(
                 "`retriever` and `lm` are the same object: load the model twice, their weights part ways."
@@ -585,6 +588,13 @@ def _load_backbone(auto_class, model, options: dict) -> tuple[PreTrainedModel, s
     # Trained weights are float32 unless asked: a checkpoint's own dtype would make it pure bf16 in silence.
     loading.setdefault("dtype", torch.float32)
     return auto_class.from_pretrained(model, **loading), os.fspath(model)
+
+
+def _refuse_unknown(options: dict) -> None:
+    # A config keeps whatever it is given, so a mistyped option would be ignored in silence.
+    unknown = sorted(set(options) - set(inspect.signature(RevelaConfig.__init__).parameters))
+    if unknown:
+        raise ValueError(f"RevelaConfig has no field {', '.join(map(repr, unknown))}.")
 
 
 def _add_lora(model: PreTrainedModel, lora: dict | None) -> PreTrainedModel:

@@ -188,10 +188,10 @@ def split_groups(groups, group_size: int):
     return groups.map(split, batched=True, remove_columns=groups.column_names, desc="Splitting groups")
 
 
-def main(argv: list[str] | None = None) -> None:
-    model_args, data_args, args = parse_recipe(
-        (ModelArguments, DataArguments, RevelaTrainingArguments), argv, description=__doc__
-    )
+def train(
+    model_args: ModelArguments, data_args: DataArguments, args: RevelaTrainingArguments, callbacks: list | None = None
+) -> RevelaTrainer:
+    """Train as the arguments say, or go on with an earlier run; the last state lies in the output folder itself."""
     resume = last_checkpoint(args)
     set_seed(args.seed)
 
@@ -225,12 +225,19 @@ def main(argv: list[str] | None = None) -> None:
         eval_dataset=validation,
         data_collator=collator,
         processing_class=retriever_tokenizer,
+        callbacks=callbacks,
     )
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     trainer.save_state()
     if args.push_to_hub:
         trainer.push_to_hub()
+    return trainer
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse_recipe((ModelArguments, DataArguments, RevelaTrainingArguments), argv, description=__doc__)
+    train(*arguments)
 
 
 if __name__ == "__main__":
