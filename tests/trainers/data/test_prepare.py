@@ -284,10 +284,12 @@ def test_100_000_one_line_documents(tmp_path, write_jsonl, name):
 
 
 MEASURE = """
-import json, resource, sys
+import json, re, sys
 from trainers.data.prepare import PrepareConfig, prepare
-summary = prepare(PrepareConfig(sys.argv[1], sys.argv[2], validation_share=0, on_error="skip"))
-print(json.dumps({"rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "chunks": summary["chunks"]}))
+summary = prepare(PrepareConfig(sys.argv[1], sys.argv[2], validation_share=0))
+# Not getrusage's ru_maxrss, which a process inherits from the one that started it.
+peak = re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())
+print(json.dumps({"rss": int(peak[1]) * 1024, "chunks": summary["chunks"]}))
 """
 
 
@@ -304,6 +306,10 @@ def measure(source: Path, out: Path) -> dict:
     return json.loads(run.stdout.splitlines()[-1])
 
 
+linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads peak memory from /proc")
+
+
+@linux
 @pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv", "txt"])
 def test_memory_is_flat(tmp_path, article, suffix):
@@ -324,11 +330,12 @@ def test_memory_is_flat(tmp_path, article, suffix):
         return path
 
     small, large = corpus(2_000), corpus(20_000)
-    assert large.stat().st_size > (5 if suffix == "parquet" else 80) * 1e6
+    assert large.stat().st_size > (5 if suffix == "parquet" else 70) * 1e6
     growth = measure(large, tmp_path / "large")["rss"] - measure(small, tmp_path / "small")["rss"]
-    assert growth < 40e6  # of 75 MB more of text
+    assert growth < 30e6  # of 65 MB more of text
 
 
+@linux
 @pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["txt", "jsonl"])
 def test_one_line_of_50_mb(tmp_path, suffix):
@@ -342,7 +349,7 @@ def test_one_line_of_50_mb(tmp_path, suffix):
     assert measured["chunks"]["left_over"] < 16
     written = [int(word) for group in groups_of(tmp_path / "out") for text in group["texts"] for word in text.split()]
     assert len(set(written)) == len(written) >= words - 16 * 120
-    assert measured["rss"] < 1e9
+    assert measured["rss"] < 500e6
 
 
 @pytest.mark.slow
