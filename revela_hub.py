@@ -233,6 +233,13 @@ def export_checkpoint(
     adapter_only: Annotated[
         bool, typer.Option("--adapter-only", help="Write the LoRA adapter alone, for peft, as the authors release it.")
     ] = False,
+    dtype: Annotated[
+        str, typer.Option(help="Precision of the written weights: float32, bfloat16, float16.")
+    ] = "float32",
+    max_length: Annotated[
+        int, typer.Option(min=1, help="Tokens that a text may have; less where the backbone has fewer positions.")
+    ] = 2048,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT where it is there.")] = False,
 ) -> None:
     """Turn a checkpoint into a retriever that anyone loads.
 
@@ -245,7 +252,7 @@ def export_checkpoint(
     """
     from hub_cards.export import export
 
-    export(checkpoint, out, adapter_only=adapter_only)
+    export(checkpoint, out, adapter_only=adapter_only, dtype=dtype, max_length=max_length, overwrite=overwrite)
     typer.echo(f"Wrote {out}")
 
 
@@ -288,6 +295,9 @@ def evaluate_models(
     gain_groups: Annotated[
         int, typer.Option(min=1, help="With --groups: held-out groups, at most, that the retrieval gain is taken on.")
     ] = 64,
+    max_length: Annotated[
+        int, typer.Option(min=2, help="With --groups: tokens a chunk may have for the retrieval gain, as in training.")
+    ] = 160,
 ) -> None:
     """Measure retrievers side by side: nDCG@10, MRR@10, Recall@10 and @100.
 
@@ -314,7 +324,7 @@ def evaluate_models(
             evaluate(shown, task[0] if len(task) == 1 else task, bm25=bm25, split=split or "test", **options)
         else:
             split = split or "validation"
-            gains = {name: _retrieval_gain(name, groups, split, gain_groups) for name in exported}
+            gains = {name: _retrieval_gain(name, groups, split, gain_groups, max_length) for name in exported}
             evaluate_groups(shown, groups, gains=gains, split=split, **options)
 
 
@@ -331,7 +341,7 @@ def _export_checkpoints(names: Iterable[str], folder: Path) -> dict[str, str]:
     return published
 
 
-def _retrieval_gain(checkpoint: str, groups: Path, split: str, num_groups: int) -> dict:
+def _retrieval_gain(checkpoint: str, groups: Path, split: str, num_groups: int, max_length: int) -> dict:
     import torch
     from transformers import AutoTokenizer
 
@@ -345,6 +355,8 @@ def _retrieval_gain(checkpoint: str, groups: Path, split: str, num_groups: int) 
     collator = GroupCollator(
         AutoTokenizer.from_pretrained(checkpoint),
         AutoTokenizer.from_pretrained(Path(checkpoint) / "lm_tokenizer"),
+        max_length=max_length,
+        retriever_max_length=max_length,
         query_prompt=model.config.query_prompt,
         document_prompt=model.config.document_prompt,
         similarity_span=model.config.similarity_span,
