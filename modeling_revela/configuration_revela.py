@@ -31,7 +31,8 @@ class RevelaConfig(PreTrainedConfig):
             tokens that it is to predict, so it is an ablation, not a setting to train with.
         dual_loss (`bool`, defaults to `False`): add the next-token loss of the plain (e) stream to the loss.
         weight_floor (`float`, defaults to 1e-8):
-            In-batch weights at or below this are not computed. 0 drops only what is exactly zero.
+            In-batch weights at or below this share of the largest runner-up (the second weight of a row) are not
+            computed, which leaves loss and gradients alone. 0 drops only what is exactly zero.
         similarity_temperature (`float`, defaults to 1e-4):
             Temperature of the softmax over similarities (§3.3). (`temperature` alone is a generation setting to
             transformers, which refuses it in a model config.)

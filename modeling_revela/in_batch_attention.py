@@ -36,7 +36,7 @@ class InBatchContext:
         key_mask: (B, L) bool, True at real tokens; `None` where no row is padded.
         v_norm: whether Eq. 8 is applied; `v_norm_eps` is its constant.
         gate: (number of layers, number of heads) scale of b, or `None` for Eq. 7 as it stands.
-        floor: weights at or below it are skipped.
+        floor: weights at or below it, times the largest second weight of any row, are skipped.
     """
 
     weights: torch.Tensor
@@ -49,7 +49,11 @@ class InBatchContext:
 
     def __post_init__(self):
         with torch.no_grad():
-            self.rows, self.columns = (self.weights > self.floor).nonzero(as_tuple=True)
+            # The gradient of similarity ij is w_ij (g_ij - sum_k w_ik g_ik): of rows that are all but one-hot the
+            # runner-up carries it. So the floor follows the largest runner-up, or a sharp temperature would lose
+            # the retriever's whole gradient where every runner-up happens to lie below a fixed floor.
+            runner_up = self.weights.topk(2, dim=-1).values[:, 1].max()
+            self.rows, self.columns = (self.weights > self.floor * runner_up).nonzero(as_tuple=True)
         self.pair_weights = self.weights[self.rows, self.columns]
         self.pair_key_mask = None if self.key_mask is None else self.key_mask[self.columns][:, None, None, :]
 
