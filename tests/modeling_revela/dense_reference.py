@@ -36,7 +36,7 @@ class PreNormDecoder:
         return self.config.rope_parameters["rope_theta"]
 
     def rotate(self, states: torch.Tensor, index: int) -> torch.Tensor:
-        """(L, heads, D): each pair of channels (c, c + rotary_dim / 2) turned by position · base^(-2c / rotary_dim)."""
+        """(L, heads, D): each pair of channels (c, c + half) turned by position · base^(-c / half)."""
         half = self.rotary_dim // 2
         # float32, as stock models compute it whatever their weights are.
         frequencies = self.rotary_base(index) ** -(torch.arange(half, dtype=torch.float32) / half)

@@ -16,7 +16,7 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module", params=["revela_llama_plain", "revela_llama_vnorm", "revela_llama_mha_sharp"])
 def case(request):
-    """Their tensors, our model with their weights, the weights of in-batch attention, and our output after backward."""
+    """Their tensors, our model with their weights, the weights of in-batch attention, our output after backward."""
     with safe_open(GOLDEN / f"{request.param}.safetensors", "pt") as stored:
         metadata = stored.metadata()
         golden = {key: stored.get_tensor(key) for key in stored.keys()}
