@@ -605,6 +605,10 @@ def _add_lora(model: PreTrainedModel, lora: dict | None) -> PreTrainedModel:
     except ImportError as error:
         raise ImportError("This checkpoint carries LoRA adapters: pip install peft") from error
     model = inject_adapter_in_model(LoraConfig(**lora), model)
+    for name, module in model.named_modules():
+        # The wrapper's `post_init` would draw new weights for what it does not know: B must stay zero.
+        if "lora_" in name and not any(parameter.is_meta for parameter in module.parameters()):
+            module._is_hf_initialized = True
     for name, parameter in model.named_parameters():
         # Adapters take the precision of their base, in which small updates would round away.
         if "lora_" in name and parameter.dtype.itemsize < 4:
