@@ -158,10 +158,16 @@ class Source:
                     return
                 number = 0
                 for batch in parquet.iter_batches(batch_size=16, columns=[self.text_column]):
-                    for text in batch.column(0).to_pylist():
+                    for value in batch.column(0):
                         number += 1
-                        yield self._document({self.text_column: text}, f"{name}:{number}", f"{file}, row {number}")
-        except (pyarrow.ArrowInvalid, UnicodeDecodeError) as error:
+                        where = f"{file}, row {number}"
+                        try:
+                            row = {self.text_column: value.as_py()}
+                        except UnicodeDecodeError:  # Parquet's writers need not check
+                            yield DataError(f"{where}: {_NOT_UTF8}")
+                        else:
+                            yield self._document(row, f"{name}:{number}", where)
+        except pyarrow.ArrowInvalid as error:
             yield DataError(f"{file}: not a Parquet file that can be read ({error}); write or copy it again.")
 
     def _read_csv(self, file: Path, name: str, tabs: bool) -> Iterator[Document | DataError]:
@@ -233,7 +239,7 @@ class Source:
             text = ""
         if not isinstance(text, str):
             return DataError(
-                f"{where}: column {self.text_column!r} holds a {type(text).__name__}, not a text; choose another with "
+                f"{where}: column {self.text_column!r} holds {type(text).__name__}, not text; choose another with "
                 "--text-column."
             )
         if not text.isascii() and _SURROGATE.search(text):

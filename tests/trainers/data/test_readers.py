@@ -91,7 +91,7 @@ def test_blank_lines_and_a_byte_order_mark_are_no_documents(tmp_path):
         (b'{"text": ' + b"1" * 5000 + b"}", "not JSON"),
         (b"[" * 100_000, "not JSON"),
         (b'["a", "b"]', "a JSON list where an object is needed"),
-        (b'{"text": 7}', "holds a int, not a text"),
+        (b'{"text": 7}', "holds int, not text"),
         (b'{"text": "caf\xe9"}', "not UTF-8"),
         (b'{"text": "\\ud83d"}', "not UTF-8"),
         (b'{"body": "x"}', "no column 'text'"),
@@ -147,6 +147,15 @@ def test_a_damaged_file_is_an_error(tmp_path, name):
     path = write_table(tmp_path / name, [{"text": f"text {index}"} for index in range(1000)])
     path.write_bytes(path.read_bytes()[:-100])
     assert str(path) in error(path)
+
+
+def test_bad_bytes_in_a_parquet_row_are_an_error_with_file_and_row(tmp_path):
+    path = tmp_path / "t.parquet"
+    column = pa.array([b"one", b"caf\xe9", b"three"], pa.binary()).cast(pa.string(), safe=False)
+    pq.write_table(pa.table({"text": column}), path)
+    first, bad, last = Source(str(path))
+    assert (first.text, last.text) == ("one", "three")
+    assert str(bad).startswith(f"{path}, row 2: bytes that are not UTF-8")
 
 
 # Texts, pages and source files
