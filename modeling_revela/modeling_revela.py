@@ -131,12 +131,15 @@ class RevelaForCausalLM(RevelaPreTrainedModel):
                 `trust_remote_code` go to `from_pretrained`.
 
         Raises:
-            ValueError: if the model by-passes transformers' attention interface.
+            ValueError: if the model by-passes transformers' attention interface, or makes its logits in a way that is
+                not known here.
         """
         backbone, name = _load_backbone(AutoModelForCausalLM, model, options)
         _refuse_unknown(options)
         config = RevelaConfig(lm_config=backbone.config, lm_name_or_path=name, **options)
-        return cls(config, backbone=backbone)
+        model = cls(config, backbone=backbone)
+        model._check_head()
+        return model
 
     def forward(
         self,
@@ -170,6 +173,11 @@ class RevelaForCausalLM(RevelaPreTrainedModel):
         rows, length = input_ids.shape
         self._check_in_batch(rows, in_batch_weights)
         padded = attention_mask is not None and not bool(attention_mask.all())
+        if padded and not bool(attention_mask.any(-1).all()):
+            empty = int(attention_mask.any(-1).int().argmin())
+            raise ValueError(
+                f"Row {empty} of `attention_mask` has no real token: leave empty chunks out of the batch."
+            )
         context = InBatchContext(
             weights=in_batch_weights,
             key_mask=attention_mask.bool() if padded else None,
@@ -244,6 +252,32 @@ class RevelaForCausalLM(RevelaPreTrainedModel):
         scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
         scale = scale / (getattr(config, "logits_scaling", None) or 1.0)  # Granite
         return scale, getattr(config, "final_logit_softcapping", None)  # Gemma 2
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """Compare our logits with the backbone's own on two tokens: some architectures do more than is known here."""
+        name = type(self.backbone).__name__
+        head, decoder = self.backbone.get_output_embeddings(), self.backbone.get_decoder()
+        if type(head).forward is not nn.Linear.forward:
+            raise ValueError(
+                f"The head of {name} is a {type(head).__name__}, not a plain linear map: choose another backbone, or "
+                "leave the head out of LoRA's `target_modules`."
+            )
+        if head.weight.is_meta or hasattr(head.weight, "ds_id"):
+            return  # Nothing to compute with: on no device, or partitioned by ZeRO-3.
+        training = self.backbone.training
+        self.backbone.eval()
+        tokens = torch.tensor([[1, 2]], device=head.weight.device)
+        hidden = None
+        if isinstance(decoder, PreTrainedModel):
+            hidden = getattr(decoder(input_ids=tokens, use_cache=False), "last_hidden_state", None)
+        expected = self.backbone(input_ids=tokens, use_cache=False).logits.float()
+        self.backbone.train(training)
+        if hidden is None or (self._logits(hidden).float() - expected).norm() > 1e-2 * expected.norm():
+            raise ValueError(
+                f"{name} makes its logits by more than a linear head, a scale and a soft cap, so its loss would be "
+                "another here: choose another backbone, such as Llama or Qwen."
+            )
 
     def _check_in_batch(self, rows: int, weights: torch.Tensor) -> None:
         if weights.shape != (rows, rows):
@@ -337,7 +371,9 @@ class RevelaForPreTraining(RevelaPreTrainedModel):
             lm_name_or_path=lm_name,
             **options,
         )
-        return cls(config, retriever=retriever, backbone=lm)
+        model = cls(config, retriever=retriever, backbone=lm)
+        model.lm._check_head()
+        return model
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
