@@ -165,8 +165,8 @@ class RevelaForCausalLM(RevelaPreTrainedModel):
             return_logits: whether to return logits of both streams, which takes B·L·V numbers each.
 
         Raises:
-            ValueError: for weights of the wrong shape or with values that are not finite, for reentrant activation
-                checkpointing, for a backbone whose layers never reach the attention interface.
+            ValueError: for weights of the wrong shape or with values that are not finite, a chunk without tokens,
+                reentrant activation checkpointing, a backbone whose layers never reach the attention interface.
         """
         if in_batch_weights is None:
             return self.backbone(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
