@@ -1,7 +1,8 @@
 """A recipe (YAML) plus command-line overrides -> dataclasses."""
 
 import sys
-from dataclasses import fields
+from argparse import SUPPRESS, ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
+from difflib import get_close_matches
 from pathlib import Path
 
 import yaml
@@ -24,39 +25,78 @@ def parse_recipe(
         One instance a class.
 
     Raises:
-        SystemExit: for an unknown option, as argparse does.
+        SystemExit: for an unknown option or a value of the wrong type, as argparse does.
         ValueError, FileNotFoundError: for a recipe that is missing, no mapping, or has a field that does not exist.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = HfArgumentParser(
         dataclasses,
         description=description,
+        formatter_class=_Formatter,
         usage="%(prog)s [RECIPE] [--field value ...]\n\nRECIPE is a YAML file, or the name of a shipped recipe.",
+        allow_abbrev=False,
     )
-    recipe = {}
+    for action in parser._actions:
+        if action.option_strings[0].startswith("--no_"):
+            action.help = SUPPRESS  # the same help again; `--field false` says it as well
     if argv and not argv[0].startswith("-"):
-        recipe = read_recipe(argv.pop(0))
-        known = {item.name for cls in dataclasses for item in fields(cls) if item.init}
-        unknown = sorted(set(recipe) - known)
-        if unknown:
-            raise ValueError(f"The recipe has no field {', '.join(map(repr, unknown))}: see --help for what there is.")
-        # argparse converts string defaults by the type of the field, so that a YAML 1e-4, which is a string, works.
-        parser.set_defaults(**recipe)
-        for action in parser._actions:
-            if action.dest in recipe:
-                action.required = False
-    return parser.parse_args_into_dataclasses(args=argv)
+        argv = _as_options(parser, read_recipe(argv.pop(0))) + argv
+    *parsed, rest = parser.parse_args_into_dataclasses(
+        args=argv, look_for_args_file=False, return_remaining_strings=True
+    )
+    if rest:
+        names = [option for action in parser._actions for option in action.option_strings]
+        near = get_close_matches(rest[0].partition("=")[0], names, n=1)
+        parser.error(f"no option {rest[0]}" + (f"; did you mean {near[0]}?" if near else ": see --help."))
+    return tuple(parsed)
+
+
+class _Formatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
+    """Defaults behind the help texts, the description as it was written, and one spelling of each option."""
+
+    def _format_action_invocation(self, action):
+        return " ".join(filter(None, [action.option_strings[0], self._format_args(action, "VALUE")]))
+
+
+def _as_options(parser: HfArgumentParser, recipe: dict) -> list[str]:
+    """
+    The recipe's fields as options before the command line's, so that argparse converts and checks both alike: a YAML
+    1e-4, for one, is a string. What has no form on the command line (null, mappings, some lists) becomes a default.
+    """
+    actions = {action.dest: action for action in reversed(parser._actions) if action.dest != "help"}
+    unknown = sorted(set(recipe) - set(actions), key=str)
+    if unknown:
+        raise ValueError(f"The recipe has no field {', '.join(map(repr, unknown))}: see --help for what there is.")
+    options = []
+    for name, value in recipe.items():
+        action = actions[name]
+        takes_list = action.nargs == "+"
+        if value is False and "no" in (action.choices or ()):
+            value = "no"  # YAML's word for false: `save_strategy: no`
+        if takes_list and isinstance(value, list) and value:
+            options += [f"--{name}", *map(str, value)]
+        elif takes_list and value is not None and not isinstance(value, list):
+            options += [f"--{name}", str(value)]
+        elif value is None or isinstance(value, (list, dict)):
+            parser.set_defaults(**{name: value})
+            action.required = False
+        else:
+            options.append(f"--{name}={value}")
+    return options
 
 
 def read_recipe(name: str) -> dict:
     """The mapping in a YAML file, or in the shipped recipe of that name."""
     path = Path(name)
-    if not path.exists():
+    if not path.is_file():
         path = RECIPES / f"{name.removesuffix('.yaml')}.yaml"
-    if not path.exists():
+    if not path.is_file():
         names = ", ".join(sorted(item.stem for item in RECIPES.glob("*.yaml")))
         raise FileNotFoundError(f"No recipe {name!r}: it is neither a file nor one of {names}.")
-    recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no YAML: {error}") from error
     if not isinstance(recipe, dict):
         raise ValueError(f"{path} is no recipe: it must be a mapping of field to value.")
     return recipe
