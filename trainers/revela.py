@@ -3,7 +3,7 @@ Train a retriever with Revela (arXiv 2506.16552): the LM's loss teaches the retr
 
     accelerate launch trainers/revela.py revela-smollm2-135m-wikipedia --train_sets prepared/ --output_dir out
 
-Numbered:
+In order:
 1. Prepare text first: `revela-hub prepare SOURCE --out prepared/`.
 2. Choose a recipe (a YAML file or a shipped name) and override any field on the command line.
 3. Watch `in_batch_gain` rise above 0 and `mean_cosine` stay below 1; `eval_sibling_ndcg_at_10` picks the checkpoint.
@@ -12,7 +12,9 @@ Numbered:
 
 from dataclasses import dataclass, field
 
+import pyarrow.compute as pc
 import torch
+from datasets import Dataset
 from transformers import AutoTokenizer, set_seed
 
 from hub_cards.eos_tokenizer import append_eos
@@ -154,20 +156,34 @@ def load_tokenizers(arguments: ModelArguments):
     return retriever, lm
 
 
-def load_train_set(arguments: DataArguments, seed: int):
+def load_train_set(arguments: DataArguments, seed: int) -> Dataset:
     """All prepared sets as one, mixed by weight, split to `group_size` chunks a group."""
-    if not arguments.train_sets:
+    names, weights = arguments.train_sets, arguments.train_weights
+    if not names:
         raise ValueError("`train_sets` is empty: name at least one folder that `revela-hub prepare` wrote.")
-    sets = [load_groups(name, "train") for name in arguments.train_sets]
-    mixed = sets[0] if len(sets) == 1 else mix_groups(sets, arguments.train_weights, seed)
-    return mixed if arguments.group_size is None else split_groups(mixed, arguments.group_size)
+    if weights is not None and len(weights) != len(names):
+        raise ValueError(f"`train_weights` has {len(weights)} numbers for {len(names)} `train_sets`: give one a set.")
+    sets = [load_groups(name, "train") for name in names]
+    if len(sets) > 1:
+        sets = [mix_groups(sets, [len(groups) for groups in sets] if weights is None else weights, seed)]
+    return split_groups(sets[0], arguments.group_size)
 
 
-def split_groups(groups, group_size: int):
+def load_validation_set(arguments: DataArguments) -> Dataset:
+    """The held-out groups that are evaluated, split as the training's are."""
+    groups = load_groups(arguments.validation_set or arguments.train_sets[0], "validation")
+    groups = split_groups(groups, arguments.group_size)
+    return groups.select(range(min(len(groups), arguments.validation_groups)))
+
+
+def split_groups(groups: Dataset, group_size: int | None) -> Dataset:
     """Groups of more than `group_size` chunks become several; what is left over and too small is dropped."""
+    if group_size is None:
+        return groups
     if group_size < 2:
         raise ValueError(f"`group_size` must be at least 2, not {group_size}: a chunk needs others to attend to.")
-    sizes = {len(texts) for texts in groups[:256]["texts"]}
+    # Reads the lists' offsets only, not the texts.
+    sizes = set(pc.list_value_length(groups.data.column("texts")).unique().to_pylist())
     if max(sizes) < group_size:
         raise ValueError(
             f"The prepared groups have {max(sizes)} chunks, fewer than group_size {group_size}: prepare them again "
@@ -199,8 +215,7 @@ def train(
     train_set = load_train_set(data_args, args.seed)
     validation = None
     if args.do_eval or args.eval_strategy != "no":
-        validation = load_groups(data_args.validation_set or data_args.train_sets[0], "validation")
-        validation = validation.select(range(min(len(validation), data_args.validation_groups)))
+        validation = load_validation_set(data_args)
 
     # 2. Model and tokenizers.
     retriever_tokenizer, lm_tokenizer = load_tokenizers(model_args)
@@ -224,7 +239,6 @@ def train(
         train_dataset=train_set,
         eval_dataset=validation,
         data_collator=collator,
-        processing_class=retriever_tokenizer,
         callbacks=callbacks,
     )
     trainer.train(resume_from_checkpoint=resume)
