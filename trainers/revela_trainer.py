@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import time
 from dataclasses import dataclass, field
@@ -10,9 +11,13 @@ from pathlib import Path
 import torch
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, speed_metrics
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints, speed_metrics
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from hub_cards.validation import retrieval_gain, sibling_retrieval
+
+# Where a checkpoint is written before it gets its name.
+_STAGING = ".saving"
 
 
 @dataclass
@@ -33,9 +38,20 @@ class RevelaTrainingArguments(TrainingArguments):
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "Keep False: the collator reads the groups' own columns."}
     )
+    metric_for_best_model: str | None = field(
+        default=None,
+        metadata={"help": "What load_best_model_at_end goes by; eval_sibling_ndcg_at_10, if left out."},
+    )
     overwrite_output: bool = field(
         default=False, metadata={"help": "Delete what an earlier run left in output_dir instead of refusing to start."}
     )
+
+    def __post_init__(self):
+        picks_best = self.load_best_model_at_end or self.save_strategy == SaveStrategy.BEST
+        if picks_best and self.metric_for_best_model is None:
+            # transformers' own default, the loss, is none of what `RevelaTrainer.evaluate` measures.
+            self.metric_for_best_model = "eval_sibling_ndcg_at_10"
+        super().__post_init__()
 
 
 class RevelaTrainer(Trainer):
@@ -46,7 +62,7 @@ class RevelaTrainer(Trainer):
     `in_batch_gain` (its difference to the in-batch loss), measured at the logged step; `max_weight` and
     `weight_entropy` (nats) of the weights a chunk gives; `learning_chunks`, the share of chunks whose weights are not
     one-hot and so give the retriever a gradient; `mean_cosine` of different chunks, near 1 where it collapses;
-    `pairs` computed a step; `tokens_per_second`; `gate`, the mean size of the gates; `temperature` where it is
+    `pairs` computed a forward pass; `tokens_per_second`; `gate`, the mean size of the gates; `temperature` where it is
     trained.
     """
 
@@ -56,6 +72,12 @@ class RevelaTrainer(Trainer):
         self._counts: dict[str, int] = {}
         self._tokens, self._since = 0, None
         self._staging: Path | None = None
+        if self.args.n_gpu > 1:
+            # DataParallel would cut the rows of a batch, and so the groups, between the GPUs.
+            raise ValueError(
+                f"One process sees {self.args.n_gpu} GPUs: start one a GPU with `accelerate launch --multi_gpu` or "
+                "`revela-hub train`, or set CUDA_VISIBLE_DEVICES to one of them."
+            )
         if self.args.device.type == "cpu" and self.args.bf16:
             # The fused kernel's backward in bf16 on a CPU is several times slower than plain products.
             self.model.retriever.set_attn_implementation("eager")
@@ -68,7 +90,7 @@ class RevelaTrainer(Trainer):
         if self._since is None:
             self._since = time.perf_counter()
         # Scoring the plain stream as well costs a pass through the head, so only the steps that are logged do it.
-        logged = self.args.logging_steps >= 1 and (self.state.global_step + 1) % int(self.args.logging_steps) == 0
+        logged = (self.state.global_step + 1) % self.state.logging_steps == 0
         first = self.state.global_step == 0 and self.args.logging_first_step
         inputs = {**inputs, "return_next_token_loss": logged or first}
         loss, output = super().compute_loss(model, inputs, True, num_items_in_batch)
@@ -110,7 +132,7 @@ class RevelaTrainer(Trainer):
             if model.lm.in_batch_gate is not None:
                 logs["gate"] = float(model.lm.in_batch_gate.detach().abs().mean())
             if model.log_temperature is not None:
-                logs["temperature"] = float(model.temperature)
+                logs["temperature"] = float(model.temperature.detach())
             self._sums, self._counts, self._tokens, self._since = {}, {}, 0, None
         super().log(logs, start_time)
 
@@ -158,7 +180,8 @@ class RevelaTrainer(Trainer):
             self._prepare_inputs(self.data_collator([groups[i] for i in range(first, min(first + step, len(groups)))]))
             for first in range(0, len(groups), step)
         )
-        with self.compute_loss_context_manager():
+        # The forward pass that accelerate wrapped has the autocast of the training; the embedding alone has not.
+        with self.accelerator.autocast():
             gain = retrieval_gain(model, batches)
             siblings = sibling_retrieval(
                 groups,
@@ -170,6 +193,8 @@ class RevelaTrainer(Trainer):
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in gain.items()}
         metrics.update({f"{metric_key_prefix}_sibling_{name}": value for name, value in siblings.items()})
         metrics.update(speed_metrics(metric_key_prefix, start, num_samples=len(groups)))
+        if self._since is not None:
+            self._since += time.time() - start
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -180,7 +205,7 @@ class RevelaTrainer(Trainer):
         embeddings = [None] * len(texts)
         for first in range(0, len(order), batch_size):
             chosen = order[first : first + batch_size]
-            batch = self.processing_class(
+            batch = self.data_collator.retriever_tokenizer(
                 [prompt + texts[index] for index in chosen],
                 padding=True,
                 truncation=True,
@@ -198,23 +223,21 @@ class RevelaTrainer(Trainer):
 
     def _save_checkpoint(self, model, trial) -> None:
         run = Path(self._get_output_dir(trial))
-        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        self._staging = run / ".saving"
-        if self.args.should_save:
-            shutil.rmtree(self._staging, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
+        target = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        earlier_best = self.state.best_model_checkpoint
+        self._begin_staging(run)
         try:
             super()._save_checkpoint(model, trial)
         finally:
-            staged, self._staging = self._staging / name, None
+            staged, self._staging = self._staging / target.name, None
         self.accelerator.wait_for_everyone()
+        # transformers looked for the best checkpoint beside the staged one. It may have been measured but not saved.
         best = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
-        self.state.best_model_checkpoint = None if self.state.best_global_step is None else str(best)
+        self.state.best_model_checkpoint = str(best) if best == target or best.is_dir() else earlier_best
         if self.args.should_save:
             self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
-            shutil.rmtree(run / name, ignore_errors=True)
-            os.replace(staged, run / name)
-            shutil.rmtree(run / ".saving", ignore_errors=True)
+            _replace(staged, target)
+            shutil.rmtree(run / _STAGING, ignore_errors=True)
             rotate_checkpoints(
                 output_dir=str(run),
                 save_total_limit=self.args.save_total_limit,
@@ -223,14 +246,50 @@ class RevelaTrainer(Trainer):
             )
         self.accelerator.wait_for_everyone()
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As in transformers, but each file is moved to its place when all are written, the config last."""
+        if self._staging is not None:
+            super().save_model(output_dir, _internal_call=True)
+            return
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        self._begin_staging(folder)
+        try:
+            super().save_model(str(self._staging), _internal_call=True)
+        finally:
+            staged, self._staging = self._staging, None
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            for path in sorted(staged.iterdir(), key=lambda path: path.name == CONFIG_NAME):
+                _replace(path, folder / path.name)
+            staged.rmdir()
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _begin_staging(self, folder: Path) -> None:
+        self._staging = folder / _STAGING
+        if self.args.should_save:
+            shutil.rmtree(self._staging, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+
     def _save(self, output_dir=None, state_dict=None) -> None:
         super()._save(output_dir, state_dict)
+        if not self.args.should_save:
+            return
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        self.data_collator.retriever_tokenizer.save_pretrained(folder)
         self.data_collator.lm_tokenizer.save_pretrained(folder / "lm_tokenizer")
         # The Trainer pickles its arguments; a checkpoint of ours holds no pickle that anyone would have to trust.
         (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
         arguments = json.dumps(self.args.to_sanitized_dict(), indent=2, sort_keys=True, default=str)
         (folder / "training_args.json").write_text(arguments + "\n", encoding="utf-8")
+
+
+def _replace(source: Path, target: Path) -> None:
+    """Move a file or folder to where another may be."""
+    if target.is_dir():
+        shutil.rmtree(target)
+    os.replace(source, target)
 
 
 def last_checkpoint(args: TrainingArguments) -> str | None:
@@ -241,30 +300,61 @@ def last_checkpoint(args: TrainingArguments) -> str | None:
         A path, or `None` for a fresh start. `--resume_from_checkpoint true` takes the newest one; a path, that one.
 
     Raises:
-        FileExistsError: if the folder holds another run that is neither resumed nor to be overwritten.
+        FileExistsError: if the folder holds another run that is neither resumed nor to be overwritten, or a model
+            that no run wrote.
         FileNotFoundError: if there is nothing to resume from.
     """
     folder = Path(args.output_dir)
-    resume = args.resume_from_checkpoint
-    wants_last = resume is True or str(resume).lower() in ("true", "last")
-    if resume and not wants_last and str(resume).lower() != "false":
-        if not (Path(resume) / TRAINER_STATE_NAME).exists():
-            raise FileNotFoundError(f"{resume} is no checkpoint to resume from: it has no {TRAINER_STATE_NAME}.")
-        return str(resume)
-    checkpoints = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if (path / TRAINER_STATE_NAME).exists()]
-    if wants_last:
-        if not checkpoints:
+    checkpoints = {
+        int(match[1]): path
+        for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        if (match := re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name))
+    }
+    resume = str(args.resume_from_checkpoint or "false")
+    if resume.lower() in ("true", "last"):
+        whole = [number for number, path in checkpoints.items() if _can_resume(path)]
+        if not whole:
             raise FileNotFoundError(f"{folder} holds no checkpoint to resume from: leave resume_from_checkpoint out.")
-        return str(max(checkpoints, key=lambda path: int(path.name.rsplit("-", 1)[1])))
-    if checkpoints or (folder / "model.safetensors").exists():
+        return str(checkpoints[max(whole)])
+    if resume.lower() != "false":
+        if not _can_resume(Path(resume)):
+            raise FileNotFoundError(
+                f"{resume} is no checkpoint to resume from, as it lacks {TRAINER_STATE_NAME} or the state of the "
+                "random numbers: name a checkpoint-N folder, or pass true for the newest in output_dir."
+            )
+        return resume
+    weights = list(folder.glob("model*.safetensors"))
+    ours = _model_type(folder) == "revela"
+    if weights and not ours:
+        raise FileExistsError(f"{folder} holds a model that is no Revela run: choose another --output_dir.")
+    if checkpoints or weights:
         if not getattr(args, "overwrite_output", False):
             raise FileExistsError(
                 f"{folder} holds an earlier run. Pass --resume_from_checkpoint true to go on with it, "
                 "--overwrite_output true to delete it, or another --output_dir."
             )
         if args.should_save:
-            shutil.rmtree(folder)
+            # What else lies there is the user's. Files of the model that stay are written again under their names.
+            old = [*checkpoints.values(), folder / _STAGING]
+            if ours:
+                old += [*weights, *(folder / name for name in (SAFE_WEIGHTS_INDEX_NAME, CONFIG_NAME))]
+                old += [folder / TRAINER_STATE_NAME, folder / "training_args.json"]
+            for path in old:
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
     return None
+
+
+def _can_resume(checkpoint: Path) -> bool:
+    # Without the optimizer's state, as in an output folder or with save_only_model, Trainer would begin a new one.
+    return (checkpoint / TRAINER_STATE_NAME).exists() and any(checkpoint.glob("rng_state*.pth"))
+
+
+def _model_type(folder: Path) -> str | None:
+    config = folder / CONFIG_NAME
+    return json.loads(config.read_text(encoding="utf-8")).get("model_type") if config.exists() else None
 
 
 __all__ = ["RevelaTrainer", "RevelaTrainingArguments", "last_checkpoint"]
