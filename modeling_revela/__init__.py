@@ -4,7 +4,7 @@ Importing the package registers its classes with transformers' auto classes, so 
 `trust_remote_code` where revela-hub is installed; elsewhere the same files travel with the checkpoint.
 """
 
-from transformers import AutoConfig, AutoModelForPreTraining
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForPreTraining
 
 from .configuration_revela import RevelaConfig
 from .modeling_revela import (
@@ -15,6 +15,7 @@ from .modeling_revela import (
 )
 
 AutoConfig.register("revela", RevelaConfig, exist_ok=True)
+AutoModelForCausalLM.register(RevelaConfig, RevelaForCausalLM, exist_ok=True)
 AutoModelForPreTraining.register(RevelaConfig, RevelaForPreTraining, exist_ok=True)
 
 __all__ = ["RevelaConfig", "RevelaForCausalLM", "RevelaForPreTraining", "RevelaModel", "RevelaPreTrainedModel"]

@@ -80,6 +80,39 @@ class RevelaPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_attention_backend = True
 
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
+        """
+        As in transformers, except that a weight which the checkpoint lacks is an error and not drawn at random, and
+        that backbones left out (`save_backbones=False`) are read from where the checkpoint says.
+
+        Raises:
+            ValueError: naming the first weight that is missing.
+        """
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        missing = sorted(set(info["missing_keys"]) - model._left_out())
+        if missing:
+            raise ValueError(
+                f"{pretrained_model_name_or_path} lacks {len(missing)} weights of {cls.__name__}, {missing[0]!r} "
+                "first: it is not whole, or a checkpoint of another class."
+            )
+        model._read_left_out()
+        for name, parameter in model.named_parameters():
+            # transformers' loading makes every parameter trainable, those below adapters too.
+            parameter.requires_grad_(name in model._trainable)
+        return (model, info) if output_loading_info else model
+
+    def post_init(self):
+        super().post_init()
+        self._trainable = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+
+    def _left_out(self) -> set[str]:
+        """Weights that a checkpoint does not carry, since training leaves them as their source has them."""
+        return set()
+
+    def _read_left_out(self) -> None:
+        pass
+
     def _init_weights(self, module: nn.Module) -> None:
         # The backbones initialise themselves; what is ours is the gate and the temperature.
         if isinstance(module, RevelaForCausalLM) and module.in_batch_gate is not None:
@@ -372,55 +405,66 @@ class RevelaForPreTraining(RevelaPreTrainedModel):
             **options,
         )
         model = cls(config, retriever=retriever, backbone=lm)
+        for prefix, *_, source in model._frozen_halves():
+            if source is None and not config.save_backbones:
+                raise ValueError(
+                    f"`save_backbones=False` leaves `{prefix}` out of checkpoints, yet that half is a model that came "
+                    "from no path or Hub id to read it from again: save it, and pass its path."
+                )
         model.lm._check_head()
-        return model
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """As in transformers; a checkpoint without backbones (`save_backbones=False`) reads them where it says."""
-        model = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        loaded = model[0] if isinstance(model, tuple) else model
-        if not loaded.config.save_backbones:
-            loaded._read_backbones()
         return model
 
     def save_pretrained(self, save_directory, *args, state_dict=None, **kwargs):
         """As in transformers; without `save_backbones` the frozen weights below the adapters are left out."""
         if not self.config.save_backbones:
+            left_out = self._left_out()
+            trained = [name for name, value in self.named_parameters() if value.requires_grad and name in left_out]
+            if trained:
+                raise ValueError(
+                    f"`save_backbones=False` would leave out {trained[0]!r}, which is trained: set it to True."
+                )
             state_dict = self.state_dict() if state_dict is None else state_dict
-            state_dict = {name: value for name, value in state_dict.items() if not self._is_backbone_weight(name)}
+            state_dict = {name: value for name, value in state_dict.items() if name not in left_out}
         return super().save_pretrained(save_directory, *args, state_dict=state_dict, **kwargs)
 
-    def _is_backbone_weight(self, name: str) -> bool:
-        """Whether a weight can be read again from where a backbone came from, because training leaves it alone."""
-        if name.startswith("retriever."):
-            return self.config.retriever_lora is not None and "lora_" not in name
-        if name.startswith("lm.backbone."):
-            return (self.config.lm_lora is not None or self.config.freeze_lm) and "lora_" not in name
-        return False
+    def tie_weights(self, missing_keys=None, **kwargs):
+        if missing_keys is None or self.config.save_backbones:
+            return super().tie_weights(missing_keys=missing_keys, **kwargs)
+        # What a checkpoint leaves out is read from its source later: neither missing nor a sign of corruption.
+        super().tie_weights(**kwargs)
+        missing_keys.difference_update(self._left_out(), self.all_tied_weights_keys)
 
-    def _read_backbones(self) -> None:
+    def _frozen_halves(self) -> list[tuple[str, PreTrainedModel, type, str | None]]:
+        """(prefix of its weights, module, auto class, where it came from) of each half whose base is not trained."""
         config = self.config
-        halves = [(self.retriever, AutoModel, config.retriever_name_or_path, config.retriever_lora)]
-        halves.append((self.lm.backbone, AutoModelForCausalLM, config.lm_name_or_path, config.lm_lora))
-        for half, (module, auto_class, source, lora) in zip(("retriever", "lm"), halves, strict=True):
-            if lora is None and not (half == "lm" and config.freeze_lm):
-                continue
-            if source is None:
-                raise ValueError(f"The checkpoint leaves out the {half}'s backbone and does not name where it is.")
+        halves = []
+        if config.retriever_lora is not None:
+            halves.append(("retriever.", self.retriever, AutoModel, config.retriever_name_or_path))
+        if config.lm_lora is not None or config.freeze_lm:
+            halves.append(("lm.backbone.", self.lm.backbone, AutoModelForCausalLM, config.lm_name_or_path))
+        return halves
+
+    def _left_out(self) -> set[str]:
+        if self.config.save_backbones:
+            return set()
+        prefixes = tuple(prefix for prefix, *_ in self._frozen_halves())
+        frozen = set(self.state_dict()) - self._trainable
+        return {name for name in frozen if name.startswith(prefixes) and "lora_" not in name}
+
+    @torch.no_grad()
+    def _read_left_out(self) -> None:
+        own = self.state_dict()
+        left_out = self._left_out()
+        for prefix, module, auto_class, source in self._frozen_halves():
             base = auto_class.from_pretrained(source, dtype=module.dtype).state_dict()
-            own = dict(module.state_dict())
-            missing = []
-            for name in own:
-                plain = name.replace(".base_layer.", ".")
-                if "lora_" in name:
-                    continue
-                if plain in base:
-                    own[name].copy_(base[plain])
-                else:
-                    missing.append(plain)
-            if missing:
-                raise ValueError(f"{source} lacks weights of the {half}'s backbone, {missing[0]!r} first.")
+            for name in (name for name in left_out if name.startswith(prefix)):
+                plain = name.removeprefix(prefix).replace(".base_layer.", ".")
+                if plain not in base or base[plain].shape != own[name].shape:
+                    raise ValueError(
+                        f"The checkpoint leaves {name!r} out (`save_backbones=False`), and {source!r}, which it names "
+                        f"as its source, has no such {plain!r}."
+                    )
+                own[name].copy_(base[plain])
 
     @property
     def temperature(self) -> torch.Tensor | float:
