@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import ModelOutput
 
 from .configuration_revela import RevelaConfig
@@ -594,6 +595,21 @@ class RevelaModel(PreTrainedModel):
         self.backbone = AutoModel.from_config(config, dtype=torch.get_default_dtype())
         self._tokenizer = None
         self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, config: PreTrainedConfig | None = None, **kwargs):
+        """As in transformers; the config is the stock backbone's, of whatever architecture."""
+        if config is None:
+            names = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+            options = {name: kwargs[name] for name in names if name in kwargs}
+            config = AutoConfig.from_pretrained(pretrained_model_name_or_path, **options)
+        return super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """Write the stock backbone's weights and config, which any `AutoModel` reads, and this code beside them."""
+        os.makedirs(save_directory, exist_ok=True)
+        custom_object_save(self, save_directory, config=self.backbone.config)
+        self.backbone.save_pretrained(save_directory, *args, **kwargs)
 
     def forward(
         self, input_ids: torch.LongTensor, attention_mask: torch.Tensor | None = None, **kwargs
