@@ -161,8 +161,6 @@ def load_train_set(arguments: DataArguments, seed: int) -> Dataset:
     names, weights = arguments.train_sets, arguments.train_weights
     if not names:
         raise ValueError("`train_sets` is empty: name at least one folder that `revela-hub prepare` wrote.")
-    if weights is not None and len(weights) != len(names):
-        raise ValueError(f"`train_weights` has {len(weights)} numbers for {len(names)} `train_sets`: give one a set.")
     sets = [load_groups(name, "train") for name in names]
     if len(sets) > 1:
         sets = [mix_groups(sets, [len(groups) for groups in sets] if weights is None else weights, seed)]
