@@ -8,7 +8,12 @@ from modeling_revela import RevelaModel
 from modeling_revela.modeling_revela import pool
 from tests.modeling_revela.conftest import MAX_LENGTH
 
-TEXTS = ["the boat", "a fisher sells fish at the market near the old bridge", "rivers", "the city keeps books on trains"]
+TEXTS = [
+    "the boat",
+    "a fisher sells fish at the market near the old bridge",
+    "rivers",
+    "the city keeps books on trains",
+]
 
 
 @pytest.fixture(scope="module")
