@@ -160,7 +160,7 @@ def run_contrastive(minutes: float, seed: int, out: Path) -> None:
     model.save_pretrained(str(out / "retriever"), create_model_card=False)
     held_out = load_groups(base / "prepared-code", "validation")
     held_out = held_out.select(range(min(demo.HELD_OUT_GROUPS, len(held_out))))
-    row = demo.measure(out / "retriever", base / "stdlib" / "docstring2function", held_out, standardise=False)[0]
+    row = demo.measure("Revela", out / "retriever", base / "stdlib" / "docstring2function", held_out)["Revela"]
     row.update(measure_unseen(out / "retriever"))
     result = {"seed": seed, "steps": trainer.state.global_step, "rows": {"Revela": row}}
     (out / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -25,10 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import datasets  # noqa: E402
 import torch  # noqa: E402
+from sentence_transformers import SentenceTransformer  # noqa: E402
 from smollm2 import load_smollm2  # noqa: E402
 from stdlib_corpus import build  # noqa: E402
 from tqdm import tqdm  # noqa: E402
-from transformers import TrainerCallback, set_seed  # noqa: E402
+from transformers import PrinterCallback, TrainerCallback, set_seed  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
 from hub_cards.evaluation import evaluate, evaluate_groups  # noqa: E402
@@ -37,7 +38,7 @@ from hub_cards.search import print_hits, search  # noqa: E402
 from trainers.arguments import parse_recipe  # noqa: E402
 from trainers.data.prepare import PrepareConfig, prepare  # noqa: E402
 from trainers.data.prepared import load_groups  # noqa: E402
-from trainers.revela import DataArguments, ModelArguments, load_model, load_tokenizers, train  # noqa: E402
+from trainers.revela import DataArguments, ModelArguments, load_model, load_tokenizers, make_trainer  # noqa: E402
 from trainers.revela_trainer import RevelaTrainingArguments  # noqa: E402
 
 HELD_OUT_GROUPS = 48
@@ -78,23 +79,22 @@ class TimeBudget(TrainerCallback):
         self.bar.close()
 
 
-def measure(folder: Path, task: Path, groups, standardise: bool) -> list[dict[str, float]]:
-    """Measures of a published folder, as it is and standardised: docstring -> function, sibling retrieval."""
-    from sentence_transformers import SentenceTransformer
-
+def measure(name: str, folder: Path, task: Path, groups, standardise: bool = False) -> dict[str, dict[str, float]]:
+    """{row name: measures} of a published folder (standardised too, where asked), and of BM25."""
     # In bf16, which two cores multiply several times faster; the ranking of 300 documents does not notice.
     model = SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": torch.bfloat16})
-    options = {"standardise": {"model": model} if standardise else (), "show": False}
-    functions = evaluate({"model": model}, task, bm25=False, **options)["rows"]
-    siblings = evaluate_groups({"model": model}, groups, num_queries=128, **options)["rows"]
-    return [
-        {
+    options = {"standardise": {name: model} if standardise else (), "show": False}
+    bm25, *functions = evaluate({name: model}, task, **options)["rows"]
+    siblings = evaluate_groups({name: model}, groups, num_queries=128, **options)["rows"]
+    rows = {
+        name + (", standardised" if function["standardised"] else ""): {
             "docstring -> function": function["scores"]["ndcg_at_10"],
             "sibling retrieval": sibling["scores"]["ndcg_at_10"],
             "mean cosine": sibling["scores"]["mean_cosine"],
         }
         for function, sibling in zip(functions, siblings, strict=True)
-    ]
+    }
+    return rows | {"BM25": {"docstring -> function": bm25["scores"]["ndcg_at_10"]}}
 
 
 def plot(log: list[dict], rows: dict[str, dict[str, float]], path: Path) -> None:
@@ -196,18 +196,19 @@ def main(argv: list[str] | None = None) -> dict:
     set_seed(options.seed)
     model = load_model(model_args)
     publish(model, load_tokenizers(model_args)[0], out / "untrained", torch.bfloat16)
-    names = ("untrained", "untrained, standardised")
-    rows = dict(zip(names, measure(out / "untrained", task, held_out, standardise=True), strict=True))
+    rows = measure("untrained", out / "untrained", task, held_out, standardise=True)
     show(rows)
     del model
 
     say(f"4. Training for {options.minutes:g} minutes; no labels are involved")
-    trainer = train(model_args, data_args, args, callbacks=[TimeBudget(options.minutes)])
+    trainer = make_trainer(model_args, data_args, args, callbacks=[TimeBudget(options.minutes)])
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    trainer.save_model()
 
     say("5. Export, and the same measures")
     retriever = export(out / "run", out / "retriever", dtype="bfloat16", overwrite=True)
-    rows["Revela"] = measure(retriever, task, held_out, standardise=False)[0]
-    rows["BM25"] = {"docstring -> function": evaluate((), task, show=False)["rows"][0]["scores"]["ndcg_at_10"]}
+    rows |= measure("Revela", retriever, task, held_out)
     show(rows)
     plot(trainer.state.log_history, rows, out / "curves.png")
     result = {

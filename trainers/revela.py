@@ -202,11 +202,10 @@ def split_groups(groups: Dataset, group_size: int | None) -> Dataset:
     return groups.map(split, batched=True, remove_columns=groups.column_names, desc="Splitting groups")
 
 
-def train(
+def make_trainer(
     model_args: ModelArguments, data_args: DataArguments, args: RevelaTrainingArguments, callbacks: list | None = None
 ) -> RevelaTrainer:
-    """Train as the arguments say, or go on with an earlier run; the last state lies in the output folder itself."""
-    resume = last_checkpoint(args)
+    """Data, models and tokenizers as the arguments say, put together and ready to train."""
     set_seed(args.seed)
 
     # 1. Data: prepared groups, mixed by weight; held-out documents for validation.
@@ -230,8 +229,7 @@ def train(
         full_span_sources=data_args.full_span_sources,
     )
 
-    # 3. Train, and leave the final checkpoint in the output folder itself.
-    trainer = RevelaTrainer(
+    return RevelaTrainer(
         model=model,
         args=args,
         train_dataset=train_set,
@@ -239,6 +237,14 @@ def train(
         data_collator=collator,
         callbacks=callbacks,
     )
+
+
+def train(
+    model_args: ModelArguments, data_args: DataArguments, args: RevelaTrainingArguments, callbacks: list | None = None
+) -> RevelaTrainer:
+    """Train, or go on with an earlier run; the last state is left in the output folder itself."""
+    resume = last_checkpoint(args)
+    trainer = make_trainer(model_args, data_args, args, callbacks)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     trainer.save_state()

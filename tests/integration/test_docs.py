@@ -1,0 +1,69 @@
+"""Every command and snippet of README.md and docs/ runs, in order, as written.
+
+The pages name Hub models and the reader's text; the test puts tiny models and texts at those names, since a local folder
+of the same name comes before the Hub.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ["docs/own-corpus.md", "docs/own-backbone.md", "docs/publish.md", "docs/reproduce.md"]
+# Set-up and long runs, each covered by tests of its own: CI runs `make test`, `make demo` is the demo.
+NOT_HERE = ("make ", "python benchmarks/")
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """(language, text) of a page's fenced blocks."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(r"^```(bash|python)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory, tiny_lm_folder, tiny_bert_folder, text_folder) -> Path:
+    """A folder as the pages' reader has it: texts, a labelled task, and the models under their Hub names."""
+    folder = tmp_path_factory.mktemp("reader")
+    shutil.copytree(text_folder, folder / "my-texts")
+    shutil.copytree(tiny_lm_folder, folder / "HuggingFaceTB" / "SmolLM2-135M")
+    shutil.copytree(tiny_bert_folder, folder / "google-bert" / "bert-base-uncased")
+    task = folder / "my-task"
+    (task / "qrels").mkdir(parents=True)
+    (task / "corpus.jsonl").write_text('{"_id": "d1", "title": "", "text": "Boats stop at the bank."}\n')
+    (task / "queries.jsonl").write_text('{"_id": "q1", "text": "where do boats stop"}\n')
+    (task / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq1\td1\t1\n")
+    # `accelerate launch trainers/revela.py` is said from a checkout.
+    (folder / "trainers").symlink_to(ROOT / "trainers")
+    return folder
+
+
+@pytest.mark.slow
+def test_every_command_of_the_pages_runs(reader):
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    environment |= {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
+    ran = 0
+    for page in PAGES:
+        for language, text in blocks(page):
+            commands = [text] if language == "python" else text.strip().splitlines()
+            for command in commands:
+                line = [sys.executable, "-c", command] if language == "python" else ["bash", "-c", command]
+                result = subprocess.run(line, cwd=reader, env=environment, capture_output=True, text=True)
+                assert result.returncode == 0, f"{page}: {command}\n{result.stdout[-2000:]}\n{result.stderr[-2000:]}"
+                ran += 1
+    assert ran > 10
+
+
+def test_the_readme_names_only_what_is_there():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#:]+)\)", text)
+    assert links, "the README links its pages"
+    for link in links:
+        assert (ROOT / link).exists(), link
+    for command in [line for language, text in blocks("README.md") if language == "bash" for line in text.splitlines()]:
+        assert command.startswith(NOT_HERE), f"{command!r} is run by no test: move it to a page of docs/"
