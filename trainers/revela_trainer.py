@@ -78,6 +78,12 @@ class RevelaTrainer(Trainer):
                 f"One process sees {self.args.n_gpu} GPUs: start one a GPU with `accelerate launch --multi_gpu` or "
                 "`revela-hub train`, or set CUDA_VISIBLE_DEVICES to one of them."
             )
+        if self.args.bf16 or self.args.fp16:
+            for module in self.model.modules():
+                # Autocast casts what a product needs; peft's own cast, to the adapters' float32, would copy every
+                # input twice.
+                if hasattr(module, "cast_input_dtype_enabled"):
+                    module.cast_input_dtype_enabled = False
         if self.args.device.type == "cpu" and self.args.bf16:
             # The fused kernel's backward in bf16 on a CPU is several times slower than plain products.
             self.model.retriever.set_attn_implementation("eager")
