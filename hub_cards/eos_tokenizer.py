@@ -1,6 +1,8 @@
 """Tokenizers that append EOS by themselves, which an EOS-pooled retriever depends on."""
 
-from tokenizers.processors import Sequence, TemplateProcessing
+import json
+
+from tokenizers.processors import ByteLevel, Sequence, TemplateProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 
@@ -9,7 +11,8 @@ def append_eos(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     Make a fast tokenizer end every text with EOS, truncated text included, and keep doing so after a reload.
 
     EOS goes into the tokenizer's own post-processor, so that sentence-transformers, vLLM and plain transformers all
-    append it without being told. Padding goes to the right, with EOS where there is no padding token.
+    append it without being told. What it adds already, BOS for one, stays. Padding goes to the right, with EOS where
+    there is no padding token, and truncation cuts on the right, as prompts stand on the left.
 
     Args:
         tokenizer: changed in place where it already is a plain fast tokenizer.
@@ -25,16 +28,12 @@ def append_eos(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
             f"{type(tokenizer).__name__} is no fast tokenizer, and only those carry EOS in their file: convert it, or "
             "use a backbone that has one (a `tokenizer.json`)."
         )
-    eos, eos_id = tokenizer.eos_token, tokenizer.eos_token_id
-    if eos is None:
+    if tokenizer.eos_token is None:
         raise ValueError("The tokenizer has no EOS token: set `tokenizer.eos_token`, or choose cls or mean pooling.")
     if ends_with_eos(tokenizer):
         return _finish(tokenizer)
     backend = tokenizer.backend_tokenizer
-    template = TemplateProcessing(single=f"$A {eos}", pair=f"$A {eos} $B:1 {eos}:1", special_tokens=[(eos, eos_id)])
-    backend.post_processor = (
-        template if backend.post_processor is None else Sequence([backend.post_processor, template])
-    )
+    backend.post_processor = _with_eos(tokenizer)
     # A model's own tokenizer class rebuilds its post-processor when loaded; the plain class keeps what the file says.
     special = {name: value for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
     if tokenizer.extra_special_tokens:
@@ -50,6 +49,30 @@ def append_eos(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     return _finish(plain)
 
 
+def _with_eos(tokenizer: PreTrainedTokenizerBase) -> Sequence:
+    """A post-processor that adds what the tokenizer's own adds, and EOS."""
+    # One template for all: of two in a row the second takes the first one's BOS for the text.
+    probe = tokenizer("a", return_special_tokens_mask=True)
+    ids, added = probe["input_ids"], probe["special_tokens_mask"]
+    first, last = added.index(0), len(added) - added[::-1].index(0)
+    before = list(zip(tokenizer.convert_ids_to_tokens(ids[:first]), ids[:first], strict=True))
+    after = list(zip(tokenizer.convert_ids_to_tokens(ids[last:]), ids[last:], strict=True))
+    after.append((tokenizer.eos_token, tokenizer.eos_token_id))
+    single, second = (
+        [*(f"{token}:{kind}" for token, _ in before), f"{text}:{kind}", *(f"{token}:{kind}" for token, _ in after)]
+        for kind, text in enumerate(("$A", "$B"))
+    )
+    template = TemplateProcessing(single=single, pair=[*single, *second], special_tokens=[*before, *after])
+    return Sequence([*_byte_level(tokenizer.backend_tokenizer.post_processor), template])
+
+
+def _byte_level(post_processor) -> list[ByteLevel]:
+    """The parts of a post-processor that add no token but correct the offsets of byte-level tokens."""
+    state = {} if post_processor is None else json.loads(post_processor.__getstate__())
+    parts = state.get("processors", [state])
+    return [ByteLevel(trim_offsets=part["trim_offsets"]) for part in parts if part.get("type") == "ByteLevel"]
+
+
 def ends_with_eos(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer appends EOS by itself."""
     ids = tokenizer("a")["input_ids"]
@@ -57,7 +80,7 @@ def ends_with_eos(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _finish(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    tokenizer.padding_side = "right"
+    tokenizer.padding_side = tokenizer.truncation_side = "right"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

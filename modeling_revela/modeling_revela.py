@@ -332,7 +332,8 @@ class RevelaForCausalLM(RevelaPreTrainedModel):
                 if getattr(function, "keywords", {}).get("use_reentrant", False):
                     raise ValueError(
                         "Reentrant activation checkpointing gives the in-batch weights no gradient. Pass "
-                        'gradient_checkpointing_kwargs={"use_reentrant": False}.'
+                        'activation_checkpointing_kwargs={"use_reentrant": False} (before transformers 5.20 it is '
+                        "called gradient_checkpointing_kwargs)."
                     )
                 break
 

@@ -1,4 +1,4 @@
-"""A published retriever folder made by hand, as `revela-hub export` writes it, without sentence-transformers' files."""
+"""A published retriever folder made by hand: what `revela-hub export` writes, less sentence-transformers' files."""
 
 import json
 import shutil

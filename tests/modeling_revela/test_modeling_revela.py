@@ -10,6 +10,7 @@ from modeling_revela import RevelaForCausalLM
 from tests.modeling_revela.tiny import (
     FAMILIES,
     VOCABULARY,
+    checkpoint_activations,
     make_chunks,
     make_lm,
     pad_chunks,
@@ -175,7 +176,7 @@ def test_activation_checkpointing_changes_nothing(family, lora, batch):
     results = []
     for checkpointing in (False, True):
         if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            checkpoint_activations(model)
         model.zero_grad()
         weights = random_weights(3)
         output = model(**batch, in_batch_weights=weights)
@@ -190,10 +191,10 @@ def test_activation_checkpointing_changes_nothing(family, lora, batch):
 
 def test_reentrant_checkpointing_is_refused(batch):
     model = RevelaForCausalLM.from_backbone(make_lm()).train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    checkpoint_activations(model, use_reentrant=True)
     with pytest.raises(ValueError, match=r'use_reentrant": False'):
         model(**batch, in_batch_weights=random_weights(3))
-    model.gradient_checkpointing_disable()
+    (getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable)()
     assert torch.isfinite(model(**batch, in_batch_weights=random_weights(3)).loss)
 
 

@@ -8,7 +8,14 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, BertForMaskedLM, BertModel
 
 from modeling_revela import RevelaForPreTraining
-from tests.modeling_revela.tiny import make_chunks, make_lm, pad_chunks, random_weights, relative_error
+from tests.modeling_revela.tiny import (
+    checkpoint_activations,
+    make_chunks,
+    make_lm,
+    pad_chunks,
+    random_weights,
+    relative_error,
+)
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 
@@ -248,7 +255,7 @@ def test_activation_checkpointing(make_model):
     results = []
     for checkpointing in (False, True):
         if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            checkpoint_activations(model)
         model.zero_grad()
         output = model(**make_inputs())
         output.loss.backward()
@@ -256,7 +263,7 @@ def test_activation_checkpointing(make_model):
     assert set(results[0]) == set(results[1])
     for name, value in results[0].items():
         assert torch.allclose(results[1][name], value, rtol=1e-4, atol=1e-6), name
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    checkpoint_activations(model, use_reentrant=True)
     with pytest.raises(ValueError, match="Reentrant"):
         model(**make_inputs())
 

@@ -102,3 +102,9 @@ def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
     """‖value − reference‖ / ‖reference‖; the plain norm where the reference is zero."""
     size = reference.norm().item()
     return (value.double() - reference.double()).norm().item() / (size or 1.0)
+
+
+def checkpoint_activations(model: PreTrainedModel, use_reentrant: bool = False) -> None:
+    """Switch activation checkpointing on, under the name that the installed transformers has for it."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": use_reentrant})

@@ -39,8 +39,10 @@ class GroupCollator:
     full_span_sources: list[str] = field(default_factory=list)
 
     def __post_init__(self):
-        if self.lm_tokenizer.pad_token is None:
-            self.lm_tokenizer.pad_token = self.lm_tokenizer.eos_token or self.lm_tokenizer.convert_ids_to_tokens(0)
+        for tokenizer in (self.retriever_tokenizer, self.lm_tokenizer):
+            if tokenizer.pad_token is None:
+                # Any will do: padding is masked, and marked by the attention mask alone.
+                tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
         probe = self.retriever_tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
         # Special tokens after the text: EOS, SEP, or none.
         self._suffix = len(probe) - 1 - max(i for i, special in enumerate(probe) if not special)
@@ -48,15 +50,17 @@ class GroupCollator:
     def __call__(self, groups: list[dict]) -> dict[str, torch.Tensor]:
         """
         Args:
-            groups: rows of a prepared set, each with `texts` and `source`.
+            groups: rows of a prepared set, each with `texts` and `source`. Chunks without a character are left
+                out: there is nothing to embed or predict.
 
         Returns:
             `input_ids`, `attention_mask`, `labels` (B, L); `document_input_ids`, `document_attention_mask` (B, L_d);
             `query_input_ids`, `query_attention_mask` (B, L_q), left out where both sides are the same; `group_ids`
             (B,). B counts the chunks of all groups.
         """
-        texts = [text for group in groups for text in group["texts"]]
-        sizes = [len(group["texts"]) for group in groups]
+        chunks = [[text for text in group["texts"] if text.strip()] for group in groups]
+        texts = [text for group in chunks for text in group]
+        sizes = torch.tensor([len(group) for group in chunks])
         lm = self.lm_tokenizer(
             texts, truncation=True, max_length=self.max_length, padding=True, padding_side="right", return_tensors="pt"
         )
@@ -64,13 +68,13 @@ class GroupCollator:
         # The first token is predicted from nothing: leaving it out makes the Trainer's count of targets exact.
         labels[:, 0] = -100
         batch = {"input_ids": lm["input_ids"], "attention_mask": lm["attention_mask"], "labels": labels}
-        batch["group_ids"] = torch.arange(len(groups)).repeat_interleave(torch.tensor(sizes))
+        batch["group_ids"] = torch.arange(len(groups)).repeat_interleave(sizes)
 
         batch.update(self._pad("document", self._encode(self.document_prompt, texts)))
         halved = [
             self.similarity_span == "first_half" and group.get("source") not in self.full_span_sources
-            for group in groups
-            for _ in group["texts"]
+            for group, size in zip(groups, sizes.tolist(), strict=True)
+            for _ in range(size)
         ]
         if any(halved) or self.query_prompt != self.document_prompt:
             queries = self._encode(self.query_prompt, texts)
