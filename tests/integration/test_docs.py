@@ -1,7 +1,7 @@
 """Every command and snippet of README.md and docs/ runs, in order, as written.
 
-The pages name Hub models and the reader's text; the test puts tiny models and texts at those names, since a local folder
-of the same name comes before the Hub.
+The pages name Hub models and the reader's text; the test puts tiny models and texts at those names, since a local
+folder of the same name comes before the Hub.
 """
 
 import os
@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["docs/own-corpus.md", "docs/own-backbone.md", "docs/publish.md", "docs/reproduce.md"]
@@ -65,5 +64,6 @@ def test_the_readme_names_only_what_is_there():
     assert links, "the README links its pages"
     for link in links:
         assert (ROOT / link).exists(), link
-    for command in [line for language, text in blocks("README.md") if language == "bash" for line in text.splitlines()]:
+    commands = [line for language, text in blocks("README.md") if language == "bash" for line in text.splitlines()]
+    for command in commands:
         assert command.startswith(NOT_HERE), f"{command!r} is run by no test: move it to a page of docs/"
