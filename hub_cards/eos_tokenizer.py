@@ -1,6 +1,7 @@
 """Tokenizers that append EOS by themselves, which an EOS-pooled retriever depends on."""
 
 import json
+import os
 
 from tokenizers.processors import ByteLevel, Sequence, TemplateProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -49,6 +50,17 @@ def append_eos(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     return _finish(plain)
 
 
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike) -> None:
+    """Write a tokenizer without the truncation and padding of its last call, which its file would carry on."""
+    if tokenizer.is_fast:
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
+    # What an earlier file carried on.
+    for name in ("max_length", "stride", "truncation_strategy", "is_local", "local_files_only"):
+        tokenizer.init_kwargs.pop(name, None)
+    tokenizer.save_pretrained(folder)
+
+
 def _with_eos(tokenizer: PreTrainedTokenizerBase) -> Sequence:
     """A post-processor that adds what the tokenizer's own adds, and EOS."""
     # One template for all: of two in a row the second takes the first one's BOS for the text.
@@ -86,4 +98,4 @@ def _finish(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-__all__ = ["append_eos", "ends_with_eos"]
+__all__ = ["append_eos", "ends_with_eos", "save_tokenizer"]

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 import modeling_revela.modeling_revela as remote_code
-from hub_cards.eos_tokenizer import ends_with_eos
+from hub_cards.eos_tokenizer import ends_with_eos, save_tokenizer
 from modeling_revela import RevelaConfig, RevelaForPreTraining
 
 MAX_LENGTH = 2048
-_POOLING = {"eos": "lasttoken", "cls": "cls", "mean": "mean"}
+DTYPES = ("float32", "bfloat16", "float16")
+_ADAPTER_CONFIG = "adapter_config.json"
+_POOLING = {"eos": "lasttoken", "cls": "cls_token", "mean": "mean_tokens"}
 
 
 def export(
@@ -42,29 +42,32 @@ def export(
         out: the folder to write; written beside and renamed, so that it is whole or not there.
         adapter_only: write the PEFT adapter as the authors release it, without base weights.
         dtype: precision of the written weights.
-        max_length: tokens a text may have; less where the backbone has fewer positions.
-        overwrite: replace `out` if it is there.
+        max_length: tokens a text may have; less where the backbone or its tokenizer takes fewer.
+        overwrite: replace `out` if it is there and an earlier export, or empty.
 
     Returns:
         The path of `out`.
 
     Raises:
-        FileNotFoundError: if `checkpoint` is no checkpoint; FileExistsError: if `out` is there;
-        ValueError: for `adapter_only` on a checkpoint without adapters, or a tokenizer that appends no EOS.
+        FileNotFoundError: if `checkpoint` is no checkpoint; FileExistsError: if `out` is there, and is not to be or
+        cannot be overwritten; ValueError: for `adapter_only` on a checkpoint without adapters, or a tokenizer that
+        appends no EOS.
     """
     checkpoint, out = Path(checkpoint), Path(out)
     if not (checkpoint / "config.json").exists():
-        hint = sorted(path.name for path in checkpoint.glob("checkpoint-*"))
+        inside = [path for path in checkpoint.glob("checkpoint-*") if (path / "config.json").exists()]
+        newest = max(inside, key=lambda path: (len(path.name), path.name), default=None)
         raise FileNotFoundError(
-            f"{checkpoint} is no checkpoint: it has no config.json."
-            + (f" Did you mean {checkpoint / hint[-1]}?" if hint else "")
+            f"{checkpoint} is no checkpoint: it has no config.json." + (f" Did you mean {newest}?" if newest else "")
         )
     if json.loads((checkpoint / "config.json").read_text(encoding="utf-8")).get("model_type") != "revela":
         raise ValueError(f"{checkpoint} is no Revela pre-training checkpoint: its config names another model type.")
     if out.exists() and not overwrite:
         raise FileExistsError(f"{out} is there already: pass --overwrite, or another folder.")
-    if not hasattr(torch, dtype):
-        raise ValueError(f"No precision {dtype!r}: choose float32, bfloat16 or float16.")
+    if out.exists() and not _is_export(out):
+        raise FileExistsError(f"{out} is no earlier export, so it is not overwritten: choose another folder.")
+    if dtype not in DTYPES:
+        raise ValueError(f"No precision {dtype!r}: choose one of {', '.join(DTYPES)}.")
     model = RevelaForPreTraining.from_pretrained(checkpoint, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     if model.config.pooling == "eos" and not ends_with_eos(tokenizer):
@@ -86,6 +89,13 @@ def export(
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return out
+
+
+def _is_export(folder: Path) -> bool:
+    """Whether a folder is an earlier export, or empty: deleting it loses nothing that a checkpoint does not hold."""
+    if not folder.is_dir():
+        return False
+    return not any(folder.iterdir()) or any((folder / name).exists() for name in ("modules.json", _ADAPTER_CONFIG))
 
 
 def merged_retriever(model: RevelaForPreTraining) -> PreTrainedModel:
@@ -129,7 +139,7 @@ def _write_adapter(model: RevelaForPreTraining, tokenizer, folder: Path) -> None
         raise ValueError("The retriever was trained without LoRA, so there is no adapter: export it whole.")
     wrapped = _peft_retriever(model)
     wrapped.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
     saved = load_file(folder / "adapter_model.safetensors")
     if not saved or not any(value.abs().sum() > 0 for name, value in saved.items() if "lora_B" in name):
         raise ValueError("The adapter is empty or was never trained: every B matrix is zero.")
@@ -141,8 +151,8 @@ def publish(
     """Write the published folder of a model in memory, trained or not; `export` is this on a checkpoint."""
     config: RevelaConfig = model.config
     retriever = merged_retriever(model).to(dtype)
-    positions = getattr(retriever.config.get_text_config(), "max_position_embeddings", None)
-    max_length = max_length if positions is None else min(max_length, positions)
+    positions = getattr(retriever.config.get_text_config(), "max_position_embeddings", None) or max_length
+    max_length = min(max_length, positions, tokenizer.model_max_length)
     # One record of how the embedding is made; sentence-transformers' files below say the same in its own terms.
     retriever.config.revela = {
         "pooling": config.pooling,
@@ -152,22 +162,60 @@ def publish(
     }
     retriever.config.auto_map = {"AutoModel": "modeling_revela.RevelaModel"}
     tokenizer.model_max_length = max_length
-    stock = folder / "stock"
-    retriever.save_pretrained(stock)
-    tokenizer.save_pretrained(stock)
-    transformer = Transformer(str(stock), max_seq_length=max_length, model_kwargs={"dtype": dtype})
-    modules = [transformer, Pooling(retriever.config.get_text_config().hidden_size, _POOLING[config.pooling])]
-    published = SentenceTransformer(
-        modules=[*modules, Normalize()],
-        prompts={"query": config.query_prompt, "document": config.document_prompt},
-        similarity_fn_name="cosine",
-        device="cpu",
-    )
-    published.save_pretrained(str(folder), create_model_card=False)
-    shutil.rmtree(stock)
+    retriever.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+    _write_sentence_transformers_files(config, retriever.config.get_text_config().hidden_size, max_length, folder)
+    _write_for_older_releases(folder)
     for file in Path(inspect.getfile(remote_code)).parent.glob("*.py"):
         if file.name != "__init__.py":
             shutil.copy(file, folder / file.name)
 
 
-__all__ = ["MAX_LENGTH", "export", "merged_retriever", "publish"]
+def _write_sentence_transformers_files(config: RevelaConfig, size: int, max_length: int, folder: Path) -> None:
+    # In the names of its releases up to 5, which 6 and the servers read as well; what 6 writes, they do not.
+    modules = [
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}
+        for index, (name, path) in enumerate(
+            (("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize"))
+        )
+    ]
+    pooling = {"word_embedding_dimension": size, "include_prompt": True}
+    pooling |= {f"pooling_mode_{name}": name == _POOLING[config.pooling] for name in _POOLING.values()}
+    settings = {
+        "prompts": {"query": config.query_prompt, "document": config.document_prompt},
+        "default_prompt_name": None,
+        "similarity_fn_name": "cosine",
+    }
+    _write_json(folder / "modules.json", modules)
+    _write_json(folder / "1_Pooling" / "config.json", pooling)
+    _write_json(folder / "2_Normalize" / "config.json", {})
+    _write_json(folder / "sentence_bert_config.json", {"max_seq_length": max_length, "do_lower_case": False})
+    _write_json(folder / "config_sentence_transformers.json", settings)
+
+
+def _write_for_older_releases(folder: Path) -> None:
+    """Say in the files of transformers 5 also what releases before it, and servers in other languages, look for."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    rope = config.get("rope_parameters") or {}
+    if "rope_theta" in rope:
+        # Without it they take 10,000, in silence.
+        config["rope_theta"] = rope["rope_theta"]
+        if rope.get("rope_type", "default") != "default":
+            config["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
+        _write_json(path, config)
+    path = folder / "tokenizer_config.json"
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    if tokenizer.get("tokenizer_class") == "TokenizersBackend":
+        tokenizer["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(tokenizer.get("extra_special_tokens"), list):
+        tokenizer["additional_special_tokens"] = tokenizer.pop("extra_special_tokens")
+    _write_json(path, tokenizer)
+
+
+def _write_json(path: Path, value: dict | list) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+__all__ = ["DTYPES", "MAX_LENGTH", "export", "merged_retriever", "publish"]

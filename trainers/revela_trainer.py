@@ -14,6 +14,7 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints, speed_metrics
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
+from hub_cards.eos_tokenizer import save_tokenizer
 from hub_cards.validation import retrieval_gain, sibling_retrieval
 
 # Where a checkpoint is written before it gets its name.
@@ -283,8 +284,8 @@ class RevelaTrainer(Trainer):
         if not self.args.should_save:
             return
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
-        self.data_collator.retriever_tokenizer.save_pretrained(folder)
-        self.data_collator.lm_tokenizer.save_pretrained(folder / "lm_tokenizer")
+        save_tokenizer(self.data_collator.retriever_tokenizer, folder)
+        save_tokenizer(self.data_collator.lm_tokenizer, folder / "lm_tokenizer")
         # The Trainer pickles its arguments; a checkpoint of ours holds no pickle that anyone would have to trust.
         (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
         arguments = json.dumps(self.args.to_sanitized_dict(), indent=2, sort_keys=True, default=str)
