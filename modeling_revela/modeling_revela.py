@@ -261,7 +261,8 @@ class RevelaForCausalLM(RevelaPreTrainedModel):
             raise ValueError("`labels` leave no token to predict: every one is -100 or the first of its chunk.")
         count = targets.numel() if num_items_in_batch is None else num_items_in_batch
         in_batch_loss = self._summed_loss(hidden[rows:, :-1][scored], targets) / count
-        output.in_batch_loss = in_batch_loss.detach()
+        # A copy: Trainer scales the loss in place.
+        output.in_batch_loss = in_batch_loss.detach().clone()
         output.loss = in_batch_loss
         if self.config.dual_loss:
             output.next_token_loss = self._summed_loss(hidden[:rows, :-1][scored], targets) / count
