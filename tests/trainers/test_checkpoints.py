@@ -63,6 +63,9 @@ def test_checkpoint_is_safetensors_two_tokenizers_and_states_that_are_no_code(ch
         assert any("lora_A" in name for name in file.keys()) == bool(model_options)
     assert AutoTokenizer.from_pretrained(checkpoint)("a boat")["input_ids"][-1] == 1
     assert AutoTokenizer.from_pretrained(checkpoint / "lm_tokenizer")("a boat")["input_ids"][-1] != 1
+    for folder in (checkpoint, checkpoint / "lm_tokenizer"):
+        raw = json.loads((folder / "tokenizer.json").read_text())
+        assert raw["truncation"] is None and raw["padding"] is None, "carries the last batch's"
     arguments = json.loads((checkpoint / "training_args.json").read_text())
     assert (arguments["learning_rate"], arguments["gradient_accumulation_steps"]) == (1e-2, 4)
 

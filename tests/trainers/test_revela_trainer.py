@@ -211,7 +211,9 @@ def test_log_without_gate_and_trained_temperature_leaves_them_out(run_training, 
 
 
 def test_first_logged_values_are_those_of_the_model(run_training, watch, tmp_path):
-    trainer = run_training(tmp_path, max_steps=1, optim="sgd", learning_rate=0.0, callbacks=[watch])
+    trainer = run_training(
+        tmp_path, model={"in_batch_gate_init": -0.05}, max_steps=1, optim="sgd", learning_rate=0.0, callbacks=[watch]
+    )
     batch = {name: value for name, value in watch.asked[0].items() if torch.is_tensor(value)}
     batch.pop("num_items_in_batch")
     with torch.no_grad():
