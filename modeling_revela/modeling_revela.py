@@ -242,9 +242,9 @@ class RevelaForCausalLM(RevelaPreTrainedModel):
             )
         output = RevelaCausalLMOutput(num_pairs=context.num_pairs)
         if labels is None or return_logits:
-            output.logits = self._logits(hidden[rows:])
+            output["logits"] = self._logits(hidden[rows:])
         if return_logits:
-            output.next_token_logits = self._logits(hidden[:rows])
+            output["next_token_logits"] = self._logits(hidden[:rows])
         if labels is not None:
             self._score(output, hidden, attention_mask, labels, num_items_in_batch, return_next_token_loss)
         return output
@@ -256,20 +256,20 @@ class RevelaForCausalLM(RevelaPreTrainedModel):
             # The token after left padding would be predicted from padding.
             scored = scored & attention_mask[:, :-1].bool()
         targets = labels[:, 1:][scored]
-        output.num_target_tokens = scored.sum()
+        output["num_target_tokens"] = scored.sum()
         if targets.numel() == 0:
             raise ValueError("`labels` leave no token to predict: every one is -100 or the first of its chunk.")
         count = targets.numel() if num_items_in_batch is None else num_items_in_batch
         in_batch_loss = self._summed_loss(hidden[rows:, :-1][scored], targets) / count
         # A copy: Trainer scales the loss in place.
-        output.in_batch_loss = in_batch_loss.detach().clone()
-        output.loss = in_batch_loss
+        output["in_batch_loss"] = in_batch_loss.detach().clone()
+        output["loss"] = in_batch_loss
         if self.config.dual_loss:
-            output.next_token_loss = self._summed_loss(hidden[:rows, :-1][scored], targets) / count
-            output.loss = in_batch_loss + output.next_token_loss
+            output["next_token_loss"] = self._summed_loss(hidden[:rows, :-1][scored], targets) / count
+            output["loss"] = in_batch_loss + output.next_token_loss
         elif return_next_token_loss:
             with torch.no_grad():
-                output.next_token_loss = self._summed_loss(hidden[:rows, :-1][scored], targets) / count
+                output["next_token_loss"] = self._summed_loss(hidden[:rows, :-1][scored], targets) / count
 
     def _summed_loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         head = self.backbone.get_output_embeddings()
