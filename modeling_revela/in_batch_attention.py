@@ -98,6 +98,10 @@ def in_batch_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
     in_batch.layers_seen.add(module.layer_idx)
+    if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
+        # Rotary embeddings leave queries and keys in float32. The fused kernel would cast all three by itself.
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if attention_mask is None and _prefers_plain(query):
         length = query.shape[2]
         attention_mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel
 
 from modeling_revela import RevelaForCausalLM, RevelaForPreTraining
@@ -164,22 +165,48 @@ def test_sparse_equals_the_dense_sum(temperature):
         assert max(relative_error(sparse[name], dense[name]) for name in dense) < 1e-5, seed
 
 
-def test_half_precision_on_a_cpu_takes_plain_products():
-    """The same numbers as the fused kernel, which runs where no gradient is wanted, and gradients near float32's."""
-    for side in ("right", "left"):
-        batch = pad_chunks(make_chunks(LENGTHS), side)
-        gradients = {}
-        for dtype in (torch.float32, torch.bfloat16):
-            lm = make_lm("mistral", dtype)
-            model = RevelaForCausalLM.from_backbone(lm)
-            weights = random_weights(len(LENGTHS), torch.float32)
-            output = model(**batch, in_batch_weights=weights)
-            output.loss.backward()
-            with torch.no_grad():
-                fused = model(**batch, in_batch_weights=weights)
-            assert output.loss.item() == pytest.approx(fused.loss.item(), rel=1e-5 if dtype == torch.float32 else 1e-2)
-            gradients[dtype] = torch.cat([parameter.grad.flatten().float() for parameter in lm.parameters()])
-        assert relative_error(gradients[torch.bfloat16], gradients[torch.float32]) < 0.1
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral"])
+def test_half_precision_on_a_cpu(family, side):
+    """Plain products: the loss of the fused kernel, which runs where no gradient is wanted; gradients as float32's."""
+    batch = pad_chunks(make_chunks(LENGTHS), side)
+    gradients = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        lm = make_lm(family, dtype)
+        model = RevelaForCausalLM.from_backbone(lm)
+        weights = random_weights(len(LENGTHS), torch.float32)
+        output = model(**batch, in_batch_weights=weights)
+        output.loss.backward()
+        with torch.no_grad():
+            fused = model(**batch, in_batch_weights=weights)
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+        assert output.loss.item() == pytest.approx(fused.loss.item(), rel=tolerance)
+        gradients[dtype] = torch.cat([parameter.grad.flatten().float() for parameter in lm.parameters()])
+    assert relative_error(gradients[torch.bfloat16], gradients[torch.float32]) < 0.1
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("half", ["weights", "autocast"])
+def test_half_precision_on_a_cpu_leaves_the_fused_kernel(half):
+    # Rotary embeddings leave queries and keys in float32 under autocast: that must not hide the precision.
+    model = RevelaForCausalLM.from_backbone(make_lm(dtype=torch.bfloat16 if half == "weights" else torch.float32))
+    batch, weights = pad_chunks(make_chunks(LENGTHS)), random_weights(len(LENGTHS), torch.float32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=half == "autocast"):
+        with _Operators() as plain:
+            model(**batch, in_batch_weights=weights)
+        with _Operators() as fused, torch.no_grad():
+            model(**batch, in_batch_weights=weights)
+    assert not [name for name in plain.names if "scaled_dot_product" in name]
+    assert [name for name in fused.names if "scaled_dot_product" in name]
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
