@@ -91,14 +91,15 @@ def test_bfloat16_autocast_of_float32_weights():
         assert relative_error(tensor.grad, exact.grad) < 0.02
 
 
-def test_bfloat16_weights_sum_in_float32():
+def test_bfloat16_weights_sum_in_float32(monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", 1)  # a chunk a token: what is summed in bfloat16 shows
     tensors = make_tensors(torch.bfloat16)
     loss = linear_cross_entropy(*tensors)
     loss.backward()
     assert loss.dtype == torch.float32 and tensors[1].grad.dtype == torch.bfloat16
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors[:3]]
     stock(*exact, tensors[3]).backward()
-    assert relative_error(tensors[1].grad, exact[1].grad) < 0.02
+    assert relative_error(tensors[1].grad, exact[1].grad) < 5e-3
 
 
 def test_large_logits_stay_finite():
