@@ -74,6 +74,10 @@ class GemmaDecoder(PreNormDecoder):
         super().__init__(lm)
         self.scaling = self.config.query_pre_attn_scalar**-0.5
 
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        # By weight: the scale is the embedding's or the model's, as the release of transformers has it.
+        return self.lm.model.embed_tokens.weight[ids] * self.config.hidden_size**0.5
+
     def rotary_base(self, index: int) -> float:
         parameters = self.config.rope_parameters
         return parameters.get(self.config.layer_types[index], parameters)["rope_theta"]

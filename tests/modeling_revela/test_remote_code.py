@@ -56,10 +56,9 @@ save_file(results, target / "results.safetensors")
 
 def run_script(source, target, home) -> dict[str, torch.Tensor]:
     target.mkdir()
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment.update(HF_HOME=str(home), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(
-        [sys.executable, "-I", "-c", SCRIPT, str(source), str(target)],
+        [sys.executable, "-c", SCRIPT, str(source), str(target)],
         cwd=home,
         env=environment,
         capture_output=True,
