@@ -330,11 +330,12 @@ class RevelaForCausalLM(RevelaPreTrainedModel):
         for module in self.backbone.modules():
             function = getattr(module, "_gradient_checkpointing_func", None)
             if getattr(module, "gradient_checkpointing", False) and function is not None:
-                if getattr(function, "keywords", {}).get("use_reentrant", False):
+                # Left out, torch takes the reentrant way.
+                if getattr(function, "keywords", {}).get("use_reentrant", True):
                     raise ValueError(
                         "Reentrant activation checkpointing gives the in-batch weights no gradient. Pass "
-                        'activation_checkpointing_kwargs={"use_reentrant": False} (before transformers 5.20 it is '
-                        "called gradient_checkpointing_kwargs)."
+                        'activation_checkpointing_kwargs={"use_reentrant": False} (gradient_checkpointing_kwargs in '
+                        "older releases of transformers)."
                     )
                 break
 

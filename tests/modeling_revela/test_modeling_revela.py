@@ -4,7 +4,16 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, BloomConfig, BloomForCausalLM, Gemma2Config
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma2Config,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 from modeling_revela import RevelaForCausalLM
 from tests.modeling_revela.tiny import (
@@ -176,7 +185,7 @@ def test_activation_checkpointing_changes_nothing(family, lora, batch):
     results = []
     for checkpointing in (False, True):
         if checkpointing:
-            checkpoint_activations(model)
+            checkpoint_activations(model, use_reentrant=False)
         model.zero_grad()
         weights = random_weights(3)
         output = model(**batch, in_batch_weights=weights)
@@ -189,9 +198,10 @@ def test_activation_checkpointing_changes_nothing(family, lora, batch):
         assert relative_error(checkpointed[name], value) < 1e-9, name
 
 
-def test_reentrant_checkpointing_is_refused(batch):
+@pytest.mark.parametrize("options", [{"use_reentrant": True}, {}], ids=["asked for", "torch's default"])
+def test_reentrant_checkpointing_is_refused(batch, options):
     model = RevelaForCausalLM.from_backbone(make_lm()).train()
-    checkpoint_activations(model, use_reentrant=True)
+    checkpoint_activations(model, **options)
     with pytest.raises(ValueError, match=r'use_reentrant": False'):
         model(**batch, in_batch_weights=random_weights(3))
     (getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable)()
@@ -282,6 +292,12 @@ class TestErrors:
         lm = BloomForCausalLM(BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=2))
         with pytest.raises(ValueError, match="BloomForCausalLM by-passes .* Choose a backbone"):
             RevelaForCausalLM.from_backbone(lm)
+
+    def test_backbone_without_attention(self, batch):
+        lm = MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=1))
+        model = RevelaForCausalLM.from_backbone(lm)
+        with pytest.raises(ValueError, match="No layer of MambaModel reached in-batch attention"):
+            model(**batch, in_batch_weights=random_weights(3, torch.float32))
 
     def test_head_that_is_more_than_a_linear_map(self):
         sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 40}

@@ -104,7 +104,7 @@ def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
     return (value.double() - reference.double()).norm().item() / (size or 1.0)
 
 
-def checkpoint_activations(model: PreTrainedModel, use_reentrant: bool = False) -> None:
+def checkpoint_activations(model: PreTrainedModel, **options) -> None:
     """Switch activation checkpointing on, under the name that the installed transformers has for it."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": use_reentrant})
+    enable(options)
