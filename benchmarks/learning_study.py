@@ -26,7 +26,8 @@ SETTINGS: dict[str, list[str]] = {
     "no-gate": ["--in_batch_gate", "false"],
     "frozen-lm": ["--freeze_lm", "true", "--lm_lora_r", "0"],
     "v-norm": ["--v_norm", "true"],
-    "two-prompts": ["--document_prompt", "passage: "],
+    "one-prompt": ["--document_prompt", "query: "],
+    "mostly-code": ["--train_weights", "0.8", "0.2"],
     "first-half": ["--similarity_span", "first_half"],
     "temperature-1e-3": ["--temperature", "1e-3"],
     "temperature-3e-2": ["--temperature", "3e-2"],
@@ -121,7 +122,7 @@ def run_contrastive(minutes: float, seed: int, out: Path) -> None:
     if not (base / "result.json").exists():
         run_setting("demo", minutes, seed, base)
     sets = [load_groups(base / f"prepared-{kind}", "train") for kind in ("code", "prose")]
-    pairs = make_pairs(mix_groups(sets, [0.8, 0.2], seed), seed)
+    pairs = make_pairs(mix_groups(sets, [0.2, 0.8], seed), seed)
     torch.manual_seed(seed)
     # bf16 base weights, float32 adapters, plain attention and 64 tokens: as the Revela run has them.
     options = {"dtype": torch.bfloat16, "attn_implementation": "eager"}
@@ -146,7 +147,7 @@ def run_contrastive(minutes: float, seed: int, out: Path) -> None:
         logging_steps=2,
         disable_tqdm=True,
         report_to="none",
-        prompts={"anchor": "query: ", "positive": "query: "},
+        prompts={"anchor": "query: ", "positive": "passage: "},
     )
     trainer = SentenceTransformerTrainer(
         model=model,
@@ -156,7 +157,7 @@ def run_contrastive(minutes: float, seed: int, out: Path) -> None:
         callbacks=[demo.TimeBudget(minutes)],
     )
     trainer.train()
-    model.max_seq_length = 2048
+    model.max_seq_length = demo.MAX_LENGTH
     model.save_pretrained(str(out / "retriever"), create_model_card=False)
     held_out = load_groups(base / "prepared-code", "validation")
     held_out = held_out.select(range(min(demo.HELD_OUT_GROUPS, len(held_out))))

@@ -42,6 +42,8 @@ from trainers.revela import DataArguments, ModelArguments, load_model, load_toke
 from trainers.revela_trainer import RevelaTrainingArguments  # noqa: E402
 
 HELD_OUT_GROUPS = 48
+# Chunks of 64 tokens train it; longer text than twice that is cut, before training as after it.
+MAX_LENGTH = 128
 RECIPE = "demo-smollm2-135m-stdlib"
 QUERY = "find the longest common prefix of several paths"
 
@@ -140,7 +142,7 @@ def main(argv: list[str] | None = None) -> dict:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", default="demo_output", help="folder for everything the demo makes (%(default)s)")
-    parser.add_argument("--minutes", type=float, default=8, help="minutes of training (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=10, help="minutes of training (%(default)s)")
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of held-out modules, data order and adapters (%(default)s)"
     )
@@ -195,7 +197,7 @@ def main(argv: list[str] | None = None) -> dict:
     say("   Measured before training (EOS embeddings, and the same standardised per dimension)")
     set_seed(options.seed)
     model = load_model(model_args)
-    publish(model, load_tokenizers(model_args)[0], out / "untrained", torch.bfloat16)
+    publish(model, load_tokenizers(model_args)[0], out / "untrained", torch.bfloat16, MAX_LENGTH)
     rows = measure("untrained", out / "untrained", task, held_out, standardise=True)
     show(rows)
     del model
@@ -207,7 +209,7 @@ def main(argv: list[str] | None = None) -> dict:
     trainer.save_model()
 
     say("5. Export, and the same measures")
-    retriever = export(out / "run", out / "retriever", dtype="bfloat16", overwrite=True)
+    retriever = export(out / "run", out / "retriever", dtype="bfloat16", max_length=MAX_LENGTH, overwrite=True)
     rows |= measure("Revela", retriever, task, held_out)
     show(rows)
     plot(trainer.state.log_history, rows, out / "curves.png")
