@@ -15,12 +15,16 @@ def load_model(model: str | Path | SentenceTransformer) -> SentenceTransformer:
     if isinstance(model, SentenceTransformer):
         return model
     try:
-        return SentenceTransformer(str(model))
+        loaded = SentenceTransformer(str(model))
     except Exception as error:
         # What the loaders raise is about whichever file they tried last; the user needs the model's name first.
         hint = "" if Path(model).exists() else " There is no such folder, so it was taken for a Hub id."
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ValueError(f"{model} does not load as a sentence-transformers model.{hint} ({reason})") from error
+    if loaded.tokenizer is not None and loaded.tokenizer.pad_token is None:
+        # A raw decoder as baseline: any token will do, since padding is masked.
+        loaded.tokenizer.pad_token = loaded.tokenizer.eos_token or loaded.tokenizer.convert_ids_to_tokens(0)
+    return loaded
 
 
 def prompts_used(model: SentenceTransformer) -> dict[str, str]:

@@ -56,3 +56,8 @@ def test_a_model_that_does_not_load_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="does not load as a sentence-transformers model. [(]"):
         load_model(tmp_path)
+
+
+def test_a_raw_decoder_without_a_pad_token_encodes(tiny_lm_folder):
+    model = load_model(tiny_lm_folder)
+    assert encode(model, ["the boat", "the boat holds a fisher at the market"], "document").shape[0] == 2
