@@ -173,6 +173,7 @@ def main(argv: list[str] | None = None) -> dict:
             kind=kind,
             group_size=8,
             max_words=40,
+            shuffle=True,
             validation_share=0.03 if kind == "code" else 0,
             seed=options.seed,
             overwrite=True,

@@ -52,6 +52,43 @@ class DigestSet:
         return True
 
 
+class Shuffler:
+    """Deals pieces of documents, a few consecutive chunks each, in random order from a bounded pool.
+
+    A corpus is seldom in random order: files of a folder stand beside their kin. Neighbours make groups whose chunks
+    all resemble each other, and a short run then learns little (benchmarks/learning_study.md). With pieces from all
+    over the corpus the rest of a chunk's own document stands out.
+
+    Args:
+        piece: chunks a piece, at most.
+        seed: of the order, which depends on the seed, `name` and the documents only.
+        name: tells the order of one split from that of another.
+        pool: pieces held; a corpus of more pieces is shuffled within a window of so many.
+    """
+
+    def __init__(self, piece: int, seed: int, name: str, pool: int = 10_000) -> None:
+        self._piece, self._size = piece, pool
+        self._random = random.Random(f"{seed}/shuffle/{name}")
+        self._pool: list[tuple[str, list[str]]] = []
+
+    def add(self, doc_id: str, chunks: list[str]) -> Iterator[tuple[str, list[str]]]:
+        """Take the next document; yields pieces that the pool has no room for."""
+        for start in range(0, len(chunks), self._piece):
+            self._pool.append((doc_id, chunks[start : start + self._piece]))
+            if len(self._pool) > self._size:
+                yield self._draw()
+
+    def finish(self) -> Iterator[tuple[str, list[str]]]:
+        """The pieces that are left."""
+        while self._pool:
+            yield self._draw()
+
+    def _draw(self) -> tuple[str, list[str]]:
+        index = self._random.randrange(len(self._pool))
+        self._pool[index], self._pool[-1] = self._pool[-1], self._pool[index]
+        return self._pool.pop()
+
+
 class Grouper:
     """Interleaves the chunks of n documents and fills groups with them (section 4.1).
 

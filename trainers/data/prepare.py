@@ -32,7 +32,7 @@ import pyarrow.parquet as pq
 from tqdm.auto import tqdm
 
 from trainers.data.chunking import chunk_text, count_words
-from trainers.data.grouping import DigestSet, Group, Grouper, in_validation, text_digest
+from trainers.data.grouping import DigestSet, Group, Grouper, Shuffler, in_validation, text_digest
 from trainers.data.readers import DataError, Document, Source, html_to_text
 
 SCHEMA = pa.schema([("texts", pa.list_(pa.string())), ("doc_ids", pa.list_(pa.string())), ("source", pa.string())])
@@ -57,6 +57,11 @@ class PrepareConfig:
     min_words: int = _option(5, "Documents of fewer words are skipped and counted as too short.")
     group_size: int = _option(16, "Chunks in a group, the paper's batch (4, 8 or 16).")
     documents_per_group: int = _option(2, "Documents whose chunks are interleaved at any time.")
+    shuffle: bool = _option(
+        False,
+        "Draw the documents of a group from all over the corpus, a piece of each, instead of neighbours in the "
+        "corpus's order (the paper's). Short runs on a folder of files learn far more with it.",
+    )
     validation_share: float = _option(0.02, "Share of the documents held out for validation; 0 for none.")
     seed: int = _option(42, "Seed of the held-out share and of the order within a group.")
     language: str = _option("en", "ISO 639 code of the prose, for the abbreviations that end no sentence.")
@@ -288,6 +293,8 @@ def _write(config: PrepareConfig, source: Source, folder: Path) -> dict[str, Any
     name = Path(config.source).name if Path(config.source).exists() else config.source
     groupers = {s: Grouper(config.group_size, config.documents_per_group, config.seed, s) for s in splits}
     shards = {split: _Shards(folder, split, name) for split in splits}
+    piece = max(1, config.group_size // config.documents_per_group)
+    shufflers = {split: Shuffler(piece, config.seed, split) for split in splits} if config.shuffle else {}
     documents, chunks = Counter(), Counter()
     errors: list[str] = []
     seen = DigestSet()
@@ -311,8 +318,12 @@ def _write(config: PrepareConfig, source: Source, folder: Path) -> dict[str, Any
             split = splits[held_out]
             documents[split] += 1
             chunks["made"] += len(item.chunks)
-            shards[split].write(groupers[split].add(item.id, item.chunks))
+            dealt = shufflers[split].add(item.id, item.chunks) if config.shuffle else [(item.id, item.chunks)]
+            for doc_id, members in dealt:
+                shards[split].write(groupers[split].add(doc_id, members))
     for split in splits:
+        for doc_id, members in shufflers[split].finish() if config.shuffle else ():
+            shards[split].write(groupers[split].add(doc_id, members))
         shards[split].write(groupers[split].finish())
         chunks[split] = groupers[split].groups * config.group_size
         chunks["left_over"] += groupers[split].left_over

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainers.data.grouping import DigestSet, Grouper, in_validation, text_digest
+from trainers.data.grouping import DigestSet, Grouper, Shuffler, in_validation, text_digest
 
 
 def group_all(grouper: Grouper, lengths: list[int]) -> list[list[tuple[str, int]]]:
@@ -115,3 +115,32 @@ def test_validation_takes_its_share_by_id_and_seed(share):
         assert held_out != {doc_id for doc_id in ids if in_validation(doc_id, share, seed=2)}
         # A larger share holds out the same documents and more.
         assert held_out <= {doc_id for doc_id in ids if in_validation(doc_id, share + 0.1, seed=1)}
+
+
+def shuffled(lengths: list[int], seed: int = 0, pool: int = 10_000) -> list[tuple[str, list[str]]]:
+    shuffler = Shuffler(4, seed, "train", pool)
+    pieces = []
+    for index, length in enumerate(lengths):
+        pieces += list(shuffler.add(f"d{index}", [f"d{index}/{chunk}" for chunk in range(length)]))
+    return pieces + list(shuffler.finish())
+
+
+def test_shuffling_deals_every_piece_once_whole_and_in_another_order():
+    lengths = [9, 4, 13, 1, 8] * 6
+    pieces = shuffled(lengths)
+    in_order = [
+        (f"d{i}", [f"d{i}/{c}" for c in range(s, min(s + 4, n))])
+        for i, n in enumerate(lengths)
+        for s in range(0, n, 4)
+    ]
+    assert sorted(pieces) == sorted(in_order)
+    assert pieces != in_order
+    assert pieces == shuffled(lengths)
+    assert pieces != shuffled(lengths, seed=1)
+
+
+def test_the_pool_bounds_how_far_a_piece_travels():
+    pieces = shuffled([4] * 100, pool=10)
+    # A piece cannot be dealt before the pool, full of what came before it, has taken it in.
+    for place, (doc_id, _) in enumerate(pieces):
+        assert int(doc_id[1:]) <= place + 10

@@ -12,6 +12,7 @@ import pytest
 
 from trainers.data.chunking import count_words
 from trainers.data.prepare import SCHEMA, PrepareConfig, format_summary, prepare
+from trainers.data.prepared import load_groups
 from trainers.data.readers import DataError
 
 
@@ -363,3 +364,18 @@ def test_2_mb_of_prose_a_second(tmp_path, write_jsonl):
     prepare(PrepareConfig(str(path), str(tmp_path / "out")))
     seconds = time.process_time() - started
     assert path.stat().st_size / 1e6 / seconds > 2
+
+
+def test_shuffle_draws_groups_from_all_over_the_corpus(tmp_path, text_folder):
+    def documents(shuffle: bool) -> list[set[str]]:
+        out = tmp_path / f"out-{shuffle}"
+        prepare(
+            PrepareConfig(str(text_folder), str(out), group_size=4, max_words=30, validation_share=0, shuffle=shuffle)
+        )
+        return [set(ids) for ids in load_groups(out, "train")["doc_ids"]]
+
+    plain, shuffled = documents(False), documents(True)
+    assert sum(map(len, shuffled)) > 0 and len(shuffled) == len(plain)
+    # In the corpus's order a document meets only its neighbours; shuffled, most pairs are of distant ones.
+    distinct = [len({frozenset(pair) for pair in groups}) for groups in (plain, shuffled)]
+    assert distinct[1] > 1.5 * distinct[0]
