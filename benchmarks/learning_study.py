@@ -27,7 +27,7 @@ SETTINGS: dict[str, list[str]] = {
     "frozen-lm": ["--freeze_lm", "true", "--lm_lora_r", "0"],
     "v-norm": ["--v_norm", "true"],
     "one-prompt": ["--document_prompt", "query: "],
-    "mostly-code": ["--train_weights", "0.8", "0.2"],
+    "mostly-prose": ["--train_weights", "0.2", "0.8"],
     "first-half": ["--similarity_span", "first_half"],
     "temperature-1e-3": ["--temperature", "1e-3"],
     "temperature-3e-2": ["--temperature", "3e-2"],
@@ -122,7 +122,7 @@ def run_contrastive(minutes: float, seed: int, out: Path) -> None:
     if not (base / "result.json").exists():
         run_setting("demo", minutes, seed, base)
     sets = [load_groups(base / f"prepared-{kind}", "train") for kind in ("code", "prose")]
-    pairs = make_pairs(mix_groups(sets, [0.2, 0.8], seed), seed)
+    pairs = make_pairs(mix_groups(sets, [0.8, 0.2], seed), seed)
     torch.manual_seed(seed)
     # bf16 base weights, float32 adapters, plain attention and 64 tokens: as the Revela run has them.
     options = {"dtype": torch.bfloat16, "attn_implementation": "eager"}
