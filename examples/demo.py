@@ -32,6 +32,7 @@ from tqdm import tqdm  # noqa: E402
 from transformers import PrinterCallback, TrainerCallback, set_seed  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
+from hub_cards.beir_folder import load_beir_folder  # noqa: E402
 from hub_cards.evaluation import evaluate, evaluate_groups  # noqa: E402
 from hub_cards.export import export, publish  # noqa: E402
 from hub_cards.search import print_hits, search  # noqa: E402
@@ -45,7 +46,6 @@ HELD_OUT_GROUPS = 48
 # Chunks of 64 tokens train it; longer text than twice that is cut, before training as after it.
 MAX_LENGTH = 128
 RECIPE = "demo-smollm2-135m-stdlib"
-QUERY = "find the longest common prefix of several paths"
 
 
 class TimeBudget(TrainerCallback):
@@ -223,13 +223,14 @@ def main(argv: list[str] | None = None) -> dict:
     }
     (out / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
-    say(f"Search: {QUERY!r}")
-    print_hits(search(retriever, task, QUERY, top_k=3))
+    query = next(iter(load_beir_folder(task).queries.values()))
+    say(f"Search: {query!r}")
+    print_hits(search(retriever, task, query, top_k=3))
     say(f"Done. Curves: {out / 'curves.png'}; numbers: {out / 'result.json'}. Load the retriever anywhere:\n")
     print(
         "from sentence_transformers import SentenceTransformer\n"
         f'model = SentenceTransformer("{retriever}")\n'
-        f'print(model.encode_query(["{QUERY}"]) @ model.encode_document(["def commonpath(paths): ..."]).T)'
+        'print(model.encode_query(["longest common path"]) @ model.encode_document(["def commonpath(paths): ..."]).T)'
     )
     return result
 
