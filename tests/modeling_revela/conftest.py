@@ -10,7 +10,13 @@ from transformers import AutoModel, AutoTokenizer
 
 import modeling_revela
 
-CODE = ("configuration_revela.py", "in_batch_attention.py", "linear_cross_entropy.py", "modeling_revela.py")
+CODE = (
+    "configuration_revela.py",
+    "in_batch_attention.py",
+    "linear_cross_entropy.py",
+    "modeling_revela.py",
+    "modeling_revela_lm.py",
+)
 MAX_LENGTH = 24
 
 

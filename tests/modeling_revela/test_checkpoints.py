@@ -85,7 +85,13 @@ def test_pretraining_checkpoint_comes_back_equal(make_trained, tmp_path, variant
 def test_files_of_a_checkpoint(make_trained, tmp_path):
     make_trained("full").save_pretrained(tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
-    code = {"configuration_revela.py", "in_batch_attention.py", "linear_cross_entropy.py", "modeling_revela.py"}
+    code = {
+        "configuration_revela.py",
+        "in_batch_attention.py",
+        "linear_cross_entropy.py",
+        "modeling_revela.py",
+        "modeling_revela_lm.py",
+    }
     assert names == code | {"config.json", "model.safetensors"}
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["model_type"] == "revela"
