@@ -111,7 +111,7 @@ def run_contrastive(minutes: float, seed: int, out: Path) -> None:
     import demo
     import torch
     from datasets import Dataset
-    from peft import LoraConfig
+    from peft import LoraConfig, get_peft_model
     from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
     from sentence_transformers import SentenceTransformerTrainingArguments as Arguments
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
@@ -127,7 +127,9 @@ def run_contrastive(minutes: float, seed: int, out: Path) -> None:
     # bf16 base weights, float32 adapters, plain attention and 64 tokens: as the Revela run has them.
     options = {"dtype": torch.bfloat16, "attn_implementation": "eager"}
     model = SentenceTransformer(str(base / "untrained"), device="cpu", model_kwargs=options)
-    model.add_adapter(LoraConfig(task_type="FEATURE_EXTRACTION", r=64, lora_alpha=64, target_modules="all-linear"))
+    # transformers' own `add_adapter` asks for a peft that is not out yet.
+    lora = LoraConfig(task_type="FEATURE_EXTRACTION", r=64, lora_alpha=64, target_modules="all-linear")
+    model[0].model = get_peft_model(model[0].model, lora)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -158,6 +160,7 @@ def run_contrastive(minutes: float, seed: int, out: Path) -> None:
     )
     trainer.train()
     model.max_seq_length = demo.MAX_LENGTH
+    model[0].model = model[0].model.merge_and_unload()
     model.save_pretrained(str(out / "retriever"), create_model_card=False)
     held_out = load_groups(base / "prepared-code", "validation")
     held_out = held_out.select(range(min(demo.HELD_OUT_GROUPS, len(held_out))))

@@ -30,7 +30,7 @@ class RevelaConfig(PreTrainedConfig):
             Let a chunk also attend, in full, to its own e stream. An option of the authors' code; it shows the LM the
             tokens that it is to predict, so it is an ablation, not a setting to train with.
         dual_loss (`bool`, defaults to `False`): add the next-token loss of the plain (e) stream to the loss.
-        weight_floor (`float`, defaults to 1e-8):
+        weight_floor (`float`, defaults to 1e-7):
             In-batch weights at or below this share of the largest runner-up (the second weight of a row) are not
             computed, which leaves loss and gradients alone. 0 drops only what is exactly zero.
         similarity_temperature (`float`, defaults to 1e-4):
@@ -71,7 +71,7 @@ class RevelaConfig(PreTrainedConfig):
         in_batch_gate_init: float = 0.05,
         include_diagonal: bool = False,
         dual_loss: bool = False,
-        weight_floor: float = 1e-8,
+        weight_floor: float = 1e-7,
         similarity_temperature: float = 1e-4,
         trainable_temperature: bool = False,
         similarity_dtype: str = "float32",

@@ -139,33 +139,110 @@ def _cross_chunk_attention(
     kv_heads = key.shape[1]
     value_dim = value.shape[-1]
     scaling = head_dim**-0.5 if scaling is None else scaling
-    if in_batch.v_norm:
-        # softmax(QK^T)·||V|| of Eq. 8 comes out of the same product: the norm rides along as one more channel of V.
-        # Fused kernels want one head dimension, a multiple of 8, for all three.
-        padded = -(-(max(value_dim + 1, head_dim)) // 8) * 8
-        norms = (
-            value.float().norm(dim=-1, keepdim=True) if value.dtype.itemsize < 4 else value.norm(dim=-1, keepdim=True)
-        )
-        value = torch.cat((value, norms.to(value.dtype)), dim=-1)
-        value = nn.functional.pad(value, (0, padded - value.shape[-1]))
-        query = nn.functional.pad(query, (0, padded - head_dim))
-        key = nn.functional.pad(key, (0, padded - head_dim))
-
-    rows, columns = in_batch.rows, in_batch.columns
     # The cross mask has no query dimension, so the heads that share a key head fold into the length: keys and values
     # are never repeated for grouped-query attention.
-    pair_query = query[rows].reshape(len(rows), kv_heads, heads // kv_heads * length, -1)
-    attend = _plain_attention if _prefers_plain(query) else nn.functional.scaled_dot_product_attention
-    pairs = attend(
-        pair_query, key[columns], value[columns], attn_mask=in_batch.pair_key_mask, dropout_p=dropout, scale=scaling
-    )
-    pairs = pairs.reshape(len(rows), heads, length, -1)
-    weights = in_batch.pair_weights[:, None, None, None]
+    query = query.reshape(chunks, kv_heads, heads // kv_heads * length, head_dim)
     if in_batch.v_norm:
-        weights = weights / (pairs[..., value_dim : value_dim + 1].to(weights.dtype) + in_batch.v_norm_eps)
-        pairs = pairs[..., :value_dim]
-    pairs = pairs * weights.to(pairs.dtype)
-    return pairs.new_zeros(chunks, heads, length, value_dim).index_add(0, rows, pairs)
+        # softmax(QK^T)·||V|| of Eq. 8 comes out of the same product: the norm rides along as one more channel of V.
+        norms = value.float() if value.dtype.itemsize < 4 else value
+        value = torch.cat((value, norms.norm(dim=-1, keepdim=True).to(value.dtype)), dim=-1)
+    attend = _BlockedPairs.apply if query.device.type == "cpu" and dropout == 0 else _fused_pairs
+    output = attend(query, key, value, in_batch.pair_weights, in_batch, scaling, dropout)
+    return output.reshape(chunks, heads, length, value_dim)
+
+
+def _fused_pairs(query, key, value, pair_weights, in_batch: InBatchContext, scaling: float, dropout: float):
+    """All pairs at once, each a batch row of a fused kernel: the way of a GPU. Arguments as in `_BlockedPairs`."""
+    rows, columns = in_batch.rows, in_batch.columns
+    head_dim, channels = query.shape[-1], value.shape[-1]
+    # Fused kernels want one head dimension, a multiple of 8, for all three.
+    padded = -(-max(head_dim, channels) // 8) * 8
+    query, key, value = (nn.functional.pad(states, (0, padded - states.shape[-1])) for states in (query, key, value))
+    pairs = nn.functional.scaled_dot_product_attention(
+        query[rows], key[columns], value[columns], in_batch.pair_key_mask, dropout_p=dropout, scale=scaling
+    )
+    pairs, factor = _weigh(pairs[..., :channels], pair_weights[:, None, None, None], in_batch)
+    pairs = pairs * factor.to(pairs.dtype)
+    return pairs.new_zeros(*query.shape[:-1], pairs.shape[-1]).index_add(0, rows, pairs)
+
+
+def _weigh(pairs: torch.Tensor, weights: torch.Tensor, in_batch: InBatchContext) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `value` gave -> the output of each pair, and the factor that it is summed with: Eq. 6, or Eq. 9 by Eq. 8."""
+    if not in_batch.v_norm:
+        return pairs, weights
+    return pairs[..., :-1], weights / (pairs[..., -1:].to(weights.dtype) + in_batch.v_norm_eps)
+
+
+class _BlockedPairs(torch.autograd.Function):
+    """
+    A few pairs at a time, whose attention maps stay in the processor's cache and are computed again in the backward
+    pass: the way of a CPU, several times faster there than fused kernels (benchmarks/in_batch_attention.md), in memory
+    that does not grow with the number of pairs.
+
+    Args:
+        query: (B, H_kv, R·L, D), the R heads that share a key head one after the other.
+        key: (B, H_kv, L, D); value: (B, H_kv, L, D), with V-normalisation and ||V|| (B, H_kv, L, D + 1).
+        pair_weights: (P,), the weights of the pairs `in_batch.rows`, `in_batch.columns`, the rows in order.
+
+    Returns:
+        (B, H_kv, R·L, D): for each chunk the weighted sum over its pairs.
+    """
+
+    BLOCK_ELEMENTS = 2**19  # of the attention maps of a block
+
+    @staticmethod
+    def blocks(query: torch.Tensor, key: torch.Tensor, in_batch: InBatchContext):
+        """(chunk i, its columns, slice of the list of pairs, attention maps) of each block: pairs of one row."""
+        size = max(1, _BlockedPairs.BLOCK_ELEMENTS // (query.shape[1] * query.shape[2] * key.shape[2]))
+        start = 0
+        for row, count in enumerate(torch.bincount(in_batch.rows, minlength=query.shape[0]).tolist()):
+            for first in range(start, start + count, size):
+                pairs = slice(first, min(first + size, start + count))
+                columns = in_batch.columns[pairs]
+                scores = query[row] @ key[columns].transpose(-1, -2)
+                if in_batch.pair_key_mask is not None:
+                    scores.masked_fill_(~in_batch.pair_key_mask[pairs], -torch.inf)
+                yield row, columns, pairs, torch.softmax(scores, dim=-1)
+            start += count
+
+    @staticmethod
+    def forward(ctx, query, key, value, pair_weights, in_batch, scaling, dropout):
+        ctx.save_for_backward(query, key, value, pair_weights)
+        ctx.in_batch, ctx.scaling = in_batch, scaling
+        output = value.new_zeros(*query.shape[:-1], value.shape[-1] - in_batch.v_norm)
+        for row, columns, pairs, maps in _BlockedPairs.blocks(query * scaling, key, in_batch):
+            outputs, factor = _weigh(maps @ value[columns], pair_weights[pairs, None, None, None], in_batch)
+            output[row] += (outputs * factor.to(outputs.dtype)).sum(0)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_output):
+        query, key, value, pair_weights = ctx.saved_tensors
+        in_batch = ctx.in_batch
+        query = query * ctx.scaling
+        grad_query, grad_key, grad_value = (torch.zeros_like(states) for states in (query, key, value))
+        grad_weights = torch.zeros_like(pair_weights)
+        for row, columns, pairs, maps in _BlockedPairs.blocks(query, key, in_batch):
+            values, weights = value[columns], pair_weights[pairs, None, None, None]
+            outputs, factor = _weigh(maps @ values, weights, in_batch)
+            # Of the factor that a query's output is scaled with: <grad, output>.
+            grad_factor = (grad_output[row] * outputs).sum(-1, keepdim=True).to(weights.dtype)
+            # `grads` is d loss / d (maps V), `row_sum` its product with maps V, which a softmax's gradient takes off.
+            grads = grad_output[row] * factor.to(maps.dtype)
+            row_sum = factor * grad_factor
+            if in_batch.v_norm:
+                # The factor is weight / (length + eps), so row_sum is all but cancelled: what remains is eps.
+                grad_lengths = -factor * factor * grad_factor / weights
+                grads = torch.cat((grads, grad_lengths.to(maps.dtype)), dim=-1)
+                grad_factor = grad_factor * factor / weights
+                row_sum = grad_factor * factor * in_batch.v_norm_eps
+            grad_weights[pairs] = grad_factor.sum((1, 2, 3))
+            grad_value.index_add_(0, columns, maps.transpose(-1, -2) @ grads)
+            grad_scores = (grads @ values.transpose(-1, -2)).sub_(row_sum.to(maps.dtype)).mul_(maps)
+            grad_query[row] += (grad_scores @ key[columns]).sum(0)
+            grad_key.index_add_(0, columns, grad_scores.transpose(-1, -2) @ query[row])
+        return grad_query * ctx.scaling, grad_key, grad_value, grad_weights, None, None, None
 
 
 def _prefers_plain(query: torch.Tensor) -> bool:

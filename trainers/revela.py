@@ -64,7 +64,7 @@ class ModelArguments:
         metadata={"help": "What the query side sees: first_half (prose) or full (code)."},
     )
     similarity_span_ratio: float = field(default=0.5, metadata={"help": "The share of tokens first_half keeps."})
-    weight_floor: float = field(default=1e-8, metadata={"help": "In-batch weights at or below it are skipped."})
+    weight_floor: float = field(default=1e-7, metadata={"help": "In-batch weights at or below it are skipped."})
     query_prompt: str = field(default="query: ", metadata={"help": "Put before a chunk as query."})
     document_prompt: str = field(default="passage: ", metadata={"help": "Put before a chunk as passage."})
     save_backbones: bool = field(
