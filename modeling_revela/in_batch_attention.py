@@ -188,7 +188,7 @@ class _BlockedPairs(torch.autograd.Function):
         (B, H_kv, R·L, D): for each chunk the weighted sum over its pairs.
     """
 
-    BLOCK_ELEMENTS = 2**19  # of the attention maps of a block
+    BLOCK_ELEMENTS = 2**18  # of the attention maps of a block
 
     @staticmethod
     def blocks(query: torch.Tensor, key: torch.Tensor, in_batch: InBatchContext):
