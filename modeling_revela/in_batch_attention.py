@@ -167,7 +167,7 @@ def _fused_pairs(query, key, value, pair_weights, in_batch: InBatchContext, scal
 
 
 def _weigh(pairs: torch.Tensor, weights: torch.Tensor, in_batch: InBatchContext) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `value` gave -> the output of each pair, and the factor that it is summed with: Eq. 6, or Eq. 9 by Eq. 8."""
+    """What `value` gave -> output of each pair, and the factor that it is summed with: Eq. 6, or Eq. 9 by Eq. 8."""
     if not in_batch.v_norm:
         return pairs, weights
     return pairs[..., :-1], weights / (pairs[..., -1:].to(weights.dtype) + in_batch.v_norm_eps)
