@@ -2,7 +2,7 @@
 `revela-hub`: raw text in, a published dense retriever out.
 
     revela-hub prepare docs/ --out prepared/                     # text -> groups of chunks
-    revela-hub train revela my-recipe.yaml --output_dir run/     # groups -> checkpoint
+    revela-hub train revela my-recipe.yaml --output_dir run/     # groups -> checkpoint; or: train retromae
     revela-hub export run/ retriever/                            # checkpoint -> sentence-transformers folder
     revela-hub evaluate retriever/ --task beir-folder/           # nDCG@10 and more, side by side
     revela-hub search retriever/ docs/ "how do I open a file?"
@@ -25,6 +25,8 @@ from typer.core import TyperGroup
 
 HERE = Path(__file__).resolve().parent
 RECIPES = HERE / "trainers" / "recipes"
+# What the help shows for each method.
+FIRST_RECIPES = {"revela": "revela-smollm2-135m-wikipedia", "retromae": "retromae-bert-base-wikipedia-bookcorpus"}
 LAUNCH_CONFIGS = HERE / "trainers" / "accelerate_configs"
 
 
@@ -82,23 +84,25 @@ def main(
 
 @app.command("prepare", context_settings=FORWARD, add_help_option=False)
 def prepare_text(ctx: typer.Context) -> None:
-    """Cut raw text into groups of chunks to train on."""
+    """Cut raw text into what a method trains on: groups of chunks, or sequences."""
     from trainers.data.prepare import PrepareConfig, prepare
 
     def run(**options) -> None:
-        """Cut raw text into groups of chunks to train on.
+        """Cut raw text into what a method trains on: groups of chunks for Revela, sequences for RetroMAE.
 
-        SOURCE is a file (JSONL, Parquet, CSV or text), a folder of such, of pages or of source code, or the id of a
-        Hub dataset. OUT becomes a folder of Parquet shards, a share of the documents held out for validation.
+        SOURCE is a file (JSONL, Parquet, CSV, TSV or text, also with .gz), a folder of such, of pages or of source
+        code, or the id of a Hub dataset. MS MARCO's and DPR's files are read as distributed. OUT becomes a folder of Parquet shards, a share of the documents held out for validation.
 
         \b
         revela-hub prepare docs/ --out prepared/
         revela-hub prepare posts.jsonl --text-column body --out prepared/ --on-error skip
         revela-hub prepare src/ --include "*.py" --out prepared/ --validation-share 0.05
+        revela-hub prepare docs/ --for retromae --tokenizer bert-base-uncased --out prepared/
         """
         config = PrepareConfig(**options)
         prepare(config)
-        typer.echo(f"Next: revela-hub train revela revela-smollm2-135m-wikipedia --train_sets {config.out}")
+        recipe = FIRST_RECIPES[config.method]
+        typer.echo(f"Next: revela-hub train {config.method} {recipe} --train_sets {config.out}")
 
     _take_fields(run, PrepareConfig, argument="source")
     command = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -111,7 +115,11 @@ def _take_fields(function: Callable, config_class: type, argument: str) -> None:
     hints = get_type_hints(config_class)
     parameters = []
     for field in dataclasses.fields(config_class):
-        info = (typer.Argument if field.name == argument else typer.Option)(help=field.metadata["help"])
+        if field.name == argument:
+            info = typer.Argument(help=field.metadata["help"])
+        else:
+            names = [field.metadata["option"]] if "option" in field.metadata else []
+            info = typer.Option(*names, help=field.metadata["help"])
         default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
         annotation = Annotated[hints[field.name], info]
         parameters.append(
@@ -156,6 +164,22 @@ def train_revela(
     _launch("revela", ctx.args, launch_config, num_processes, help)
 
 
+@train_app.command(
+    "retromae",
+    context_settings=FORWARD,
+    add_help_option=False,
+    short_help="RetroMAE: a masked auto-encoder whose decoder has little but the embedding to go by.",
+)
+def train_retromae(
+    ctx: typer.Context,
+    launch_config: Annotated[str | None, typer.Option()] = None,
+    num_processes: Annotated[int | None, typer.Option(min=1)] = None,
+    help: Annotated[bool, typer.Option("--help")] = False,
+) -> None:
+    """RetroMAE: a masked auto-encoder whose decoder has little but the embedding to go by."""
+    _launch("retromae", ctx.args, launch_config, num_processes, help)
+
+
 LAUNCH_HELP = """\
 usage: revela-hub train {method} [RECIPE] [--field value ...] [--launch-config NAME] [--num-processes N]
 
@@ -165,7 +189,7 @@ launching:
   --num-processes N     Processes in all, one a device; overrides the launch config.
 
 example:
-  revela-hub train {method} revela-smollm2-135m-wikipedia --train_sets prepared/ --output_dir run/ --max_steps 200
+  revela-hub train {method} {recipe} --train_sets prepared/ --output_dir run/ --max_steps 200
 
 The rest is the script's own:
 """
@@ -178,7 +202,7 @@ def _launch(
     script = str(HERE / "trainers" / f"{method}.py")
     if wants_help:
         configs = ", ".join(sorted(path.stem for path in LAUNCH_CONFIGS.glob("*.yaml")))
-        typer.echo(LAUNCH_HELP.format(method=method, configs=configs))
+        typer.echo(LAUNCH_HELP.format(method=method, configs=configs, recipe=FIRST_RECIPES[method]))
         raise typer.Exit(subprocess.run([sys.executable, script, "--help"]).returncode)
     if arguments and not arguments[0].startswith("-"):
         from trainers.arguments import read_recipe

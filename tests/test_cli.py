@@ -81,6 +81,7 @@ def test_options_of_prepare_are_the_fields_of_its_config():
     shown = run("prepare", "--help").stdout
     for field in dataclasses.fields(PrepareConfig):
         option = "source" if field.name == "source" else "--" + field.name.replace("_", "-")
+        option = field.metadata.get("option", option)
         assert option in shown, option
         assert field.metadata["help"].split()[0] in shown
     assert "[default: 120]" in shown and "revela-hub prepare docs/ --out prepared/" in shown
