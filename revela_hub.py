@@ -91,7 +91,8 @@ def prepare_text(ctx: typer.Context) -> None:
         """Cut raw text into what a method trains on: groups of chunks for Revela, sequences for RetroMAE.
 
         SOURCE is a file (JSONL, Parquet, CSV, TSV or text, also with .gz), a folder of such, of pages or of source
-        code, or the id of a Hub dataset. MS MARCO's and DPR's files are read as distributed. OUT becomes a folder of Parquet shards, a share of the documents held out for validation.
+        code, or the id of a Hub dataset. MS MARCO's and DPR's files are read as distributed. OUT becomes a folder of
+        Parquet shards, a share of the documents held out for validation.
 
         \b
         revela-hub prepare docs/ --out prepared/
