@@ -25,8 +25,21 @@ from typer.core import TyperGroup
 
 HERE = Path(__file__).resolve().parent
 RECIPES = HERE / "trainers" / "recipes"
-# What the help shows for each method.
-FIRST_RECIPES = {"revela": "revela-smollm2-135m-wikipedia", "retromae": "retromae-bert-base-wikipedia-bookcorpus"}
+# What the help says of the scripts in trainers/, and how the example of each begins.
+METHODS = {
+    "revela": (
+        "Revela: in-batch attention weighted by the retriever, trained by the LM's loss.",
+        "revela-smollm2-135m-wikipedia --train_sets prepared/",
+    ),
+    "retromae": (
+        "RetroMAE: a masked auto-encoder whose decoder has little but the embedding to go by.",
+        "retromae-bert-base-wikipedia-bookcorpus --train_sets prepared/",
+    ),
+    "finetune": (
+        "Fine-tune an encoder or a retriever on queries with relevant documents: dpr, ance, distill.",
+        "finetune-msmarco-dpr --model_name_or_path bert-base-uncased --train_set msmarco/",
+    ),
+}
 LAUNCH_CONFIGS = HERE / "trainers" / "accelerate_configs"
 
 
@@ -102,7 +115,7 @@ def prepare_text(ctx: typer.Context) -> None:
         """
         config = PrepareConfig(**options)
         prepare(config)
-        recipe = FIRST_RECIPES[config.method]
+        recipe = METHODS[config.method][1].split()[0]
         typer.echo(f"Next: revela-hub train {config.method} {recipe} --train_sets {config.out}")
 
     _take_fields(run, PrepareConfig, argument="source")
@@ -138,10 +151,10 @@ def train(
 ) -> None:
     """Train a retriever: accelerate launch on the method's script.
 
-    Pick the method, then a recipe: a YAML file of your own or a shipped name. "train revela --help" lists every field.
+    Pick the method, then a recipe: a YAML file of your own or a shipped name. "train METHOD --help" lists every field.
     """
     if list_recipes:
-        recipes = sorted(RECIPES.glob("*.yaml"))
+        recipes = sorted(RECIPES.glob("*.yaml"), key=lambda path: path.stem)
         width = max(len(path.stem) for path in recipes)
         for path in recipes:
             with path.open(encoding="utf-8") as lines:
@@ -149,36 +162,19 @@ def train(
         raise typer.Exit
 
 
-@train_app.command(
-    "revela",
-    context_settings=FORWARD,
-    add_help_option=False,
-    short_help="Revela: in-batch attention weighted by the retriever, trained by the LM's loss.",
-)
-def train_revela(
-    ctx: typer.Context,
-    launch_config: Annotated[str | None, typer.Option()] = None,
-    num_processes: Annotated[int | None, typer.Option(min=1)] = None,
-    help: Annotated[bool, typer.Option("--help")] = False,
-) -> None:
-    """Revela: in-batch attention weighted by the retriever, trained by the LM's loss."""
-    _launch("revela", ctx.args, launch_config, num_processes, help)
+def _add_method(method: str, text: str) -> None:
+    @train_app.command(method, context_settings=FORWARD, add_help_option=False, short_help=text)
+    def run(
+        ctx: typer.Context,
+        launch_config: Annotated[str | None, typer.Option()] = None,
+        num_processes: Annotated[int | None, typer.Option(min=1)] = None,
+        help: Annotated[bool, typer.Option("--help")] = False,
+    ) -> None:
+        _launch(method, ctx.args, launch_config, num_processes, help)
 
 
-@train_app.command(
-    "retromae",
-    context_settings=FORWARD,
-    add_help_option=False,
-    short_help="RetroMAE: a masked auto-encoder whose decoder has little but the embedding to go by.",
-)
-def train_retromae(
-    ctx: typer.Context,
-    launch_config: Annotated[str | None, typer.Option()] = None,
-    num_processes: Annotated[int | None, typer.Option(min=1)] = None,
-    help: Annotated[bool, typer.Option("--help")] = False,
-) -> None:
-    """RetroMAE: a masked auto-encoder whose decoder has little but the embedding to go by."""
-    _launch("retromae", ctx.args, launch_config, num_processes, help)
+for _method, (_text, _) in METHODS.items():
+    _add_method(_method, _text)
 
 
 LAUNCH_HELP = """\
@@ -190,7 +186,7 @@ launching:
   --num-processes N     Processes in all, one a device; overrides the launch config.
 
 example:
-  revela-hub train {method} {recipe} --train_sets prepared/ --output_dir run/ --max_steps 200
+  revela-hub train {method} {example} --output_dir run/ --max_steps 200
 
 The rest is the script's own:
 """
@@ -203,7 +199,7 @@ def _launch(
     script = str(HERE / "trainers" / f"{method}.py")
     if wants_help:
         configs = ", ".join(sorted(path.stem for path in LAUNCH_CONFIGS.glob("*.yaml")))
-        typer.echo(LAUNCH_HELP.format(method=method, configs=configs, recipe=FIRST_RECIPES[method]))
+        typer.echo(LAUNCH_HELP.format(method=method, configs=configs, example=METHODS[method][1]))
         raise typer.Exit(subprocess.run([sys.executable, script, "--help"]).returncode)
     if arguments and not arguments[0].startswith("-"):
         from trainers.arguments import read_recipe
