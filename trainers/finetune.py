@@ -20,6 +20,7 @@ In order:
 import copy
 import math
 import shutil
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -377,6 +378,8 @@ def train(
         merge_adapters(run.model)
     if state.is_main_process:
         save_result(run.model, run.folder)
+        with suppress(OSError):
+            (run.folder / "eval").rmdir()  # made for evaluators that write files, which this one does not
     state.wait_for_everyone()
     if args.push_to_hub and state.is_main_process:
         run.model.push_to_hub(args.hub_model_id, private=bool(args.hub_private_repo))

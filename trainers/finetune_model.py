@@ -111,7 +111,9 @@ def load_model(arguments: ModelArguments) -> SentenceTransformer:
 def _with_pooling(model: SentenceTransformer, pooling: str, similarity: str) -> SentenceTransformer:
     """A plain encoder, for which sentence-transformers chose mean or last-token pooling, with the one asked for."""
     if pooling == "eos":
-        model.tokenizer = append_eos(model.tokenizer)
+        # Its name since sentence-transformers 6, and before.
+        name = "processor" if hasattr(model[0], "processor") else "tokenizer"
+        setattr(model[0], name, append_eos(model.tokenizer))
     size = model[0].auto_model.config.get_text_config().hidden_size
     modules = [model[0], Pooling(size, _POOLING[pooling])]
     if similarity == "cosine":

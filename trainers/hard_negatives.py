@@ -38,10 +38,10 @@ class MiningOptions:
 @torch.no_grad()
 def mine(model: SentenceTransformer, data: TrainingSet, options: MiningOptions, batch_size: int = 32) -> torch.Tensor:
     """
-    Rank the whole corpus for every query with the model, exactly, and keep what is not relevant.
+    Rank the whole corpus for every query with the model, exactly, and keep the best of what is not relevant.
 
     Each process encodes and searches its share of the documents, so all processes must call this together. Embeddings
-    of documents are not kept; memory holds (queries, depth + positives) scores.
+    are kept of the queries and their positives only.
 
     Returns:
         (queries, depth) int32 positions of documents, best first, -1 where there are no more; on the CPU, the same in
@@ -50,13 +50,12 @@ def mine(model: SentenceTransformer, data: TrainingSet, options: MiningOptions, 
     state = PartialState()
     was_training = model.training
     model.eval()
+    pairs = torch.tensor(data.pairs)
     queries = _encode_share(model, data.queries, "query", batch_size, state)
-    most = max(map(len, data.positives))
-    k = min(options.depth + options.skip + most, len(data.documents))
+    limits = _lowest_positive(model, data, queries, pairs, batch_size, state) - options.margin
+    k = min(options.depth + options.skip, len(data.documents))
     scores = torch.full((len(queries), k), -torch.inf, device=queries.device)
     found = torch.full((len(queries), k), -1, dtype=torch.int64, device=queries.device)
-    pairs = torch.tensor(data.pairs)
-    pair_scores = torch.full((len(pairs),), -torch.inf, device=queries.device)
 
     first, last = _share(len(data.documents), state)
     starts = range(first, last, _DOCUMENTS)
@@ -64,39 +63,51 @@ def mine(model: SentenceTransformer, data: TrainingSet, options: MiningOptions, 
         stop = min(start + _DOCUMENTS, last)
         documents = encode(model, data.documents[start:stop], "document", batch_size, progress=False)
         documents = documents.to(queries.device)
-        here = ((pairs[:, 1] >= start) & (pairs[:, 1] < stop)).nonzero().flatten()
-        for chosen in here.split(_DOCUMENTS):
-            query, document = pairs[chosen].unbind(1)
-            pair_scores[chosen] = (queries[query] * documents[document - start]).sum(1)
+        relevant = pairs[(pairs[:, 1] >= start) & (pairs[:, 1] < stop)].to(queries.device)
         for row in range(0, len(queries), _QUERIES):
             rows = slice(row, row + _QUERIES)
             block = queries[rows] @ documents.T
+            block = block.masked_fill(block >= limits[rows, None], -torch.inf)
+            known = relevant[(relevant[:, 0] >= row) & (relevant[:, 0] < row + _QUERIES)]
+            block[known[:, 0] - row, known[:, 1] - start] = -torch.inf
             values, indices = block.topk(min(k, stop - start), dim=1)
-            values = torch.cat([scores[rows], values], dim=1)
-            scores[rows], order = values.topk(k, dim=1)
-            found[rows] = torch.cat([found[rows], indices + start], dim=1).gather(1, order)
+            scores[rows], found[rows] = _best(
+                torch.cat([scores[rows], values], dim=1), torch.cat([found[rows], indices + start], dim=1), k
+            )
     model.train(was_training)
 
-    pair_scores = _best(pair_scores[None], state)[0]
     negatives = torch.full((len(queries), options.depth), -1, dtype=torch.int32)
-    limits = torch.full((len(queries),), torch.inf, device=queries.device)
-    limits.scatter_reduce_(0, pairs[:, 0].to(queries.device), pair_scores, "amin")
-    relevant = torch.nn.utils.rnn.pad_sequence(
-        [torch.tensor(documents) for documents in data.positives], batch_first=True, padding_value=-1
-    )
     for row in range(0, len(queries), _QUERIES):
         rows = slice(row, row + _QUERIES)
-        block, positions = _merge(scores[rows], found[rows], state)
-        known = relevant[rows].to(positions.device)
-        keep = torch.isfinite(block)
-        for column in known.unbind(1):  # one at a time: (queries, k) memory however many there are
-            keep &= positions != column[:, None]
-        keep &= block < (limits[rows] - options.margin)[:, None]
-        place = keep.cumsum(1) - 1 - options.skip
-        keep &= (place >= 0) & (place < options.depth)
-        query, column = keep.nonzero().unbind(1)
-        negatives[rows][query.cpu(), place[query, column].cpu()] = positions[query, column].to("cpu", torch.int32)
+        values, positions = scores[rows], found[rows]
+        if state.num_processes > 1:
+            # (processes, rows, k), as rows of all that the processes found.
+            values, positions = (
+                gather(each.contiguous()).view(-1, len(each), k).transpose(0, 1).flatten(1)
+                for each in (values, positions)
+            )
+            values, positions = _best(values, positions, k)
+        positions = positions.masked_fill(values.isinf(), -1)[:, options.skip :]
+        negatives[rows, : positions.shape[1]] = positions.to("cpu", torch.int32)
     return negatives
+
+
+def _best(values: torch.Tensor, positions: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest of (rows, n) values in falling order, and what stands at their places."""
+    values, order = values.topk(k, dim=1)
+    return values, positions.gather(1, order)
+
+
+def _lowest_positive(model, data, queries, pairs, batch_size, state) -> torch.Tensor:
+    """The score of each query's lowest positive, (queries,)."""
+    used, places = pairs[:, 1].unique(return_inverse=True)
+    texts = [data.documents[position] for position in used.tolist()]
+    positives = _encode_share(model, texts, "document", batch_size, state)
+    lowest = torch.full((len(queries),), torch.inf, device=queries.device)
+    for chosen in torch.arange(len(pairs)).split(_DOCUMENTS):
+        query, place = pairs[chosen, 0].to(queries.device), places[chosen].to(queries.device)
+        lowest.scatter_reduce_(0, query, (queries[query] * positives[place]).sum(1), "amin")
+    return lowest
 
 
 def pad_negatives(negatives: list[list[int]]) -> torch.Tensor:
@@ -189,22 +200,6 @@ def _encode_share(model, texts: list[str], side: str, batch_size: int, state: Pa
         return encode(model, texts[first:last], side, batch_size, progress=state.is_main_process and None)
 
     return spread(len(texts), compute, state)
-
-
-def _best(values: torch.Tensor, state: PartialState) -> torch.Tensor:
-    """The largest of the processes' values, (1, n) -> (1, n)."""
-    return values if state.num_processes == 1 else gather(values).amax(0, keepdim=True)
-
-
-def _merge(scores: torch.Tensor, positions: torch.Tensor, state: PartialState) -> tuple[torch.Tensor, torch.Tensor]:
-    """The processes' (rows, k) best as the (rows, k) best of all."""
-    if state.num_processes == 1:
-        return scores, positions
-    rows, k = scores.shape
-    scores = gather(scores).view(-1, rows, k).transpose(0, 1).reshape(rows, -1)
-    positions = gather(positions).view(-1, rows, k).transpose(0, 1).reshape(rows, -1)
-    best, order = scores.topk(k, dim=1)
-    return best, positions.gather(1, order)
 
 
 __all__ = ["MiningOptions", "draw_negatives", "load_tensors", "mine", "pad_negatives", "save_tensors", "spread"]
