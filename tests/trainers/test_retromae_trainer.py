@@ -8,47 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForMaskedLM, AutoTokenizer, BertForMaskedLM
+from transformers import AutoTokenizer
 
 from hub_cards.validation import sibling_retrieval
 from modeling_retromae import RetroMAEForPreTraining
 from trainers.data.masking import NumberedExamples
-from trainers.data.prepare import PrepareConfig, prepare
 from trainers.data.prepared import load_sequences
 from trainers.retromae import DataArguments, ModelArguments, load_train_set, load_validation_set, main, train
 from trainers.retromae_trainer import RetroMAETrainingArguments, sibling_groups
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="session")
-def mlm_folder(tiny_bert_folder, tmp_path_factory):
-    """The tiny BERT with a masked-LM head, without and with dropout, as folders."""
-
-    def make(name: str, dropout: float) -> Path:
-        folder = tmp_path_factory.mktemp(name)
-        shutil.copytree(tiny_bert_folder, folder, dirs_exist_ok=True)
-        config = AutoModelForMaskedLM.from_pretrained(tiny_bert_folder).config
-        config.hidden_dropout_prob = config.attention_probs_dropout_prob = dropout
-        torch.manual_seed(3)
-        BertForMaskedLM(config).save_pretrained(folder)
-        return folder
-
-    return {"plain": make("plain-mlm", 0.0), "dropout": make("dropout-mlm", 0.1)}
-
-
-@pytest.fixture(scope="session")
-def sequences_folder(text_folder, tiny_bert_folder, tmp_path_factory) -> Path:
-    """Ten documents as sequences of at most 48 tokens."""
-    texts = tmp_path_factory.mktemp("ten-texts-for-sequences")
-    for file in sorted(text_folder.iterdir())[:10]:
-        (texts / file.name).write_text(file.read_text(encoding="utf-8")[:900], encoding="utf-8")
-    out = tmp_path_factory.mktemp("sequences") / "prepared"
-    config = PrepareConfig(
-        str(texts), str(out), "retromae", tokenizer=str(tiny_bert_folder), max_seq_length=48, validation_share=0.3
-    )
-    prepare(config)
-    return out
 
 
 @pytest.fixture(scope="session")
