@@ -345,7 +345,8 @@ def evaluate_models(
             evaluate(shown, task[0] if len(task) == 1 else task, bm25=bm25, split=split or "test", **options)
         else:
             split = split or "validation"
-            gains = {name: _retrieval_gain(name, groups, split, gain_groups, max_length) for name in exported}
+            with_lm = [name for name in exported if _model_type(name) == "revela"]
+            gains = {name: _retrieval_gain(name, groups, split, gain_groups, max_length) for name in with_lm}
             evaluate_groups(shown, groups, gains=gains, split=split, **options)
 
 
@@ -353,13 +354,17 @@ def _export_checkpoints(names: Iterable[str], folder: Path) -> dict[str, str]:
     """Publishes into `folder` those of the names that are training checkpoints; returns name -> published folder."""
     published = {}
     for name in names:
-        config = Path(name) / "config.json"
-        if config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("model_type") == "revela":
+        if _model_type(name) in ("revela", "retromae"):
             from hub_cards.export import export
 
             published[name] = str(folder / str(len(published)))
             export(name, published[name])
     return published
+
+
+def _model_type(name: str) -> str | None:
+    config = Path(name) / "config.json"
+    return json.loads(config.read_text(encoding="utf-8")).get("model_type") if config.is_file() else None
 
 
 def _retrieval_gain(checkpoint: str, groups: Path, split: str, num_groups: int, max_length: int) -> dict:

@@ -1,13 +1,12 @@
 """`RetroMAETrainer`: RetroMAE's step, logs and label-free evaluation."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from transformers import TrainerCallback
 
-from hub_cards.validation import first_part, sibling_retrieval
+from hub_cards.validation import sibling_groups, sibling_retrieval
 from trainers.base_trainer import PretrainingArguments, PretrainingTrainer
 from trainers.data.masking import NumberedExamples
 
@@ -125,27 +124,4 @@ class RetroMAETrainer(PretrainingTrainer):
         return {"": self.data_collator.tokenizer}
 
 
-def sibling_groups(rows: Iterable[dict]) -> list[dict]:
-    """
-    Sequences as `hub_cards.validation.sibling_retrieval` takes them.
-
-    Args:
-        rows: `text`, `doc_id`, `source` each.
-
-    Returns:
-        One group a document. A document of one sequence, such as a passage of MS MARCO, would have nothing to be
-        found: it is cut in two halves.
-    """
-    documents: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        documents.setdefault((row["source"], row["doc_id"]), []).append(row["text"])
-    groups = []
-    for (source, doc_id), texts in documents.items():
-        if len(texts) == 1:
-            half = first_part(texts[0])
-            texts = [part for part in (half, texts[0].strip()[len(half) :].strip()) if part]
-        groups.append({"texts": texts, "doc_ids": [doc_id] * len(texts), "source": source})
-    return groups
-
-
-__all__ = ["RetroMAETrainer", "RetroMAETrainingArguments", "sibling_groups"]
+__all__ = ["RetroMAETrainer", "RetroMAETrainingArguments"]

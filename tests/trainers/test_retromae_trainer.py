@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from hub_cards.validation import sibling_retrieval
+from hub_cards.validation import sibling_groups, sibling_retrieval
 from modeling_retromae import RetroMAEForPreTraining
 from trainers.data.masking import NumberedExamples
 from trainers.data.prepared import load_sequences
 from trainers.retromae import DataArguments, ModelArguments, load_train_set, load_validation_set, main, train
-from trainers.retromae_trainer import RetroMAETrainingArguments, sibling_groups
+from trainers.retromae_trainer import RetroMAETrainingArguments
 
 ROOT = Path(__file__).parents[2]
 
@@ -238,20 +238,6 @@ def test_evaluation_leaves_training_as_it_was(run, weights, tmp_path):
     without = run(tmp_path / "a", encoder="dropout")
     with_it = run(tmp_path / "b", encoder="dropout", eval_strategy="steps", eval_steps=1)
     assert largest_difference(weights(with_it), weights(without)) == 0
-
-
-def test_documents_of_one_sequence_are_cut_in_two_halves_to_find_each_other():
-    rows = [
-        {"text": "one two three four five six", "doc_id": "a", "source": "s"},
-        {"text": "first", "doc_id": "b", "source": "s"},
-        {"text": "second", "doc_id": "b", "source": "s"},
-        {"text": "x", "doc_id": "a", "source": "t"},
-    ]
-    assert sibling_groups(rows) == [
-        {"texts": ["one two three", "four five six"], "doc_ids": ["a", "a"], "source": "s"},
-        {"texts": ["first", "second"], "doc_ids": ["b", "b"], "source": "s"},
-        {"texts": ["x"], "doc_ids": ["a"], "source": "t"},
-    ]
 
 
 # Arguments and the script
