@@ -11,7 +11,7 @@ TOPICS = [start + end for start in "bcdfghjklm" for end in ("ato", "iru", "ome",
 FILLERS = [f"w{number}" for number in range(40)]
 
 
-def make_encoder(folder: Path) -> Path:
+def make_encoder(folder: Path, dropout: float = 0.1) -> Path:
     """A random BERT of two layers whose vocabulary is the task's words."""
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *TOPICS, *FILLERS, "query", "passage", ":"]
     BertTokenizerFast(vocab={token: index for index, token in enumerate(vocabulary)}).save_pretrained(folder)
@@ -24,6 +24,8 @@ def make_encoder(folder: Path) -> Path:
         num_attention_heads=2,
         max_position_embeddings=64,
         initializer_range=0.1,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
     )
     BertModel(config).save_pretrained(folder)
     return folder
