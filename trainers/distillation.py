@@ -82,6 +82,8 @@ def train_cross_encoder(
         num_train_epochs=epochs,
         learning_rate=learning_rate,
         save_strategy="no",
+        # Torch does not see through what a cross-encoder returns, and would take all its weights for unused.
+        ddp_find_unused_parameters=False,
         **{name: getattr(args, name) for name in _SHARED},
     )
     loss = ListNetLoss(model, mini_batch_size=-1)

@@ -382,7 +382,7 @@ def train(
             (run.folder / "eval").rmdir()  # made for evaluators that write files, which this one does not
     state.wait_for_everyone()
     if args.push_to_hub and state.is_main_process:
-        run.model.push_to_hub(args.hub_model_id, private=bool(args.hub_private_repo))
+        run.model.push_to_hub(args.hub_model_id or run.folder.name, private=bool(args.hub_private_repo))
     return trainer
 
 
