@@ -216,9 +216,12 @@ def test_a_run_that_broke_off_goes_on_exactly(finetune, dpr, tmp_path, lora_r):
     with pytest.raises(KeyboardInterrupt):
         finetune(tmp_path / "broken", callbacks=[Stop(8)], **options)
     assert not (tmp_path / "broken" / "modules.json").exists()
-    # From within a round, and from the end of one, where the negatives are mined anew; here, and into another folder.
+    # From within a round, and from the end of one, where the model of the checkpoint has yet to mine; here, and into
+    # another folder.
     finetune(tmp_path / "broken", resume_from_checkpoint="true", **options)
     assert_same(weights(tmp_path / "whole"), weights(tmp_path / "broken"))
+    for file in (tmp_path / "whole" / "negatives").glob("*-10.safetensors"):
+        file.rename(file.with_suffix(".aside"))
     resumed = finetune(tmp_path / "other", resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-10"), **options)
     assert_same(weights(tmp_path / "whole"), weights(tmp_path / "other"))
     assert logged(resumed.state.log_history, "loss") == logged(whole.state.log_history, "loss")
