@@ -76,24 +76,22 @@ def test_lines_of_code_stay_whole_and_keep_their_indentation(tiny_lm_folder):
 def test_any_text_is_kept_whole_within_the_limit(folders, text, limit, name):
     (sequences,) = Packer(str(folders[name]), limit)([(text, "prose")])
     assert all(0 < length(folders[name], sequence) <= limit for sequence in sequences)
-    joined, kept = "".join("".join(sequences).split()), "".join(text.split())
-    if joined != kept:  # what has no token at all, such as an accent alone, may be left out
-        assert name == "wordpiece" and set(kept) - set(joined) <= set("\u0301\u200d") or len(joined) < len(kept)
+    # BERT's normaliser drops accents and joiners, so a piece of these alone has no token and is left out.
+    dropped = "\u0301\u200d" if name == "wordpiece" else ""
+    joined, kept = ("".join("".join(each).split()) for each in (sequences, text))
+    assert joined.translate({ord(c): None for c in dropped}) == kept.translate({ord(c): None for c in dropped})
 
 
 def test_truncation_and_padding_of_a_published_tokenizer_change_nothing(tiny_bert_folder, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tiny_bert_folder)
+    tokenizer.save_pretrained(tmp_path)
     tokenizer.backend_tokenizer.enable_truncation(8)
     tokenizer.backend_tokenizer.enable_padding(length=64)
     tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    assert AutoTokenizer.from_pretrained(tmp_path).backend_tokenizer.truncation["max_length"] == 8
     text = " ".join(["The river bank holds a boat at the city."] * 9)
     expected = Packer(str(tiny_bert_folder), 40)([(text, "prose")])
-    # The copy's class knows no template for special tokens, so the same room is two tokens less.
-    assert Packer(str(tmp_path), 38)([(text, "prose")]) in (
-        expected,
-        Packer(str(tiny_bert_folder), 38)([(text, "prose")]),
-    )
+    assert Packer(str(tmp_path), 40)([(text, "prose")]) == expected
     assert len(expected[0]) == 3
 
 
