@@ -2,7 +2,7 @@
 `revela-hub`: raw text in, a published dense retriever out.
 
     revela-hub prepare docs/ --out prepared/                     # text -> groups of chunks
-    revela-hub train revela my-recipe.yaml --output_dir run/     # groups -> checkpoint
+    revela-hub train revela my-recipe.yaml --output_dir run/     # groups -> checkpoint; or: train retromae
     revela-hub export run/ retriever/                            # checkpoint -> sentence-transformers folder
     revela-hub evaluate retriever/ --task beir-folder/           # nDCG@10 and more, side by side
     revela-hub search retriever/ docs/ "how do I open a file?"
@@ -25,6 +25,21 @@ from typer.core import TyperGroup
 
 HERE = Path(__file__).resolve().parent
 RECIPES = HERE / "trainers" / "recipes"
+# What the help says of the scripts in trainers/, and how the example of each begins.
+METHODS = {
+    "revela": (
+        "Revela: in-batch attention weighted by the retriever, trained by the LM's loss.",
+        "revela-smollm2-135m-wikipedia --train_sets prepared/",
+    ),
+    "retromae": (
+        "RetroMAE: a masked auto-encoder whose decoder has little but the embedding to go by.",
+        "retromae-bert-base-wikipedia-bookcorpus --train_sets prepared/",
+    ),
+    "finetune": (
+        "Fine-tune an encoder or a retriever on queries with relevant documents: dpr, ance, distill.",
+        "finetune-msmarco-dpr --model_name_or_path bert-base-uncased --train_set msmarco/",
+    ),
+}
 LAUNCH_CONFIGS = HERE / "trainers" / "accelerate_configs"
 
 
@@ -82,23 +97,26 @@ def main(
 
 @app.command("prepare", context_settings=FORWARD, add_help_option=False)
 def prepare_text(ctx: typer.Context) -> None:
-    """Cut raw text into groups of chunks to train on."""
+    """Cut raw text into what a method trains on: groups of chunks, or sequences."""
     from trainers.data.prepare import PrepareConfig, prepare
 
     def run(**options) -> None:
-        """Cut raw text into groups of chunks to train on.
+        """Cut raw text into what a method trains on: groups of chunks for Revela, sequences for RetroMAE.
 
-        SOURCE is a file (JSONL, Parquet, CSV or text), a folder of such, of pages or of source code, or the id of a
-        Hub dataset. OUT becomes a folder of Parquet shards, a share of the documents held out for validation.
+        SOURCE is a file (JSONL, Parquet, CSV, TSV or text, also with .gz), a folder of such, of pages or of source
+        code, or the id of a Hub dataset. MS MARCO's and DPR's files are read as distributed. OUT becomes a folder of
+        Parquet shards, a share of the documents held out for validation.
 
         \b
         revela-hub prepare docs/ --out prepared/
         revela-hub prepare posts.jsonl --text-column body --out prepared/ --on-error skip
         revela-hub prepare src/ --include "*.py" --out prepared/ --validation-share 0.05
+        revela-hub prepare docs/ --for retromae --tokenizer bert-base-uncased --out prepared/
         """
         config = PrepareConfig(**options)
         prepare(config)
-        typer.echo(f"Next: revela-hub train revela revela-smollm2-135m-wikipedia --train_sets {config.out}")
+        recipe = METHODS[config.method][1].split()[0]
+        typer.echo(f"Next: revela-hub train {config.method} {recipe} --train_sets {config.out}")
 
     _take_fields(run, PrepareConfig, argument="source")
     command = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -111,7 +129,11 @@ def _take_fields(function: Callable, config_class: type, argument: str) -> None:
     hints = get_type_hints(config_class)
     parameters = []
     for field in dataclasses.fields(config_class):
-        info = (typer.Argument if field.name == argument else typer.Option)(help=field.metadata["help"])
+        if field.name == argument:
+            info = typer.Argument(help=field.metadata["help"])
+        else:
+            names = [field.metadata["option"]] if "option" in field.metadata else []
+            info = typer.Option(*names, help=field.metadata["help"])
         default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
         annotation = Annotated[hints[field.name], info]
         parameters.append(
@@ -129,10 +151,10 @@ def train(
 ) -> None:
     """Train a retriever: accelerate launch on the method's script.
 
-    Pick the method, then a recipe: a YAML file of your own or a shipped name. "train revela --help" lists every field.
+    Pick the method, then a recipe: a YAML file of your own or a shipped name. "train METHOD --help" lists every field.
     """
     if list_recipes:
-        recipes = sorted(RECIPES.glob("*.yaml"))
+        recipes = sorted(RECIPES.glob("*.yaml"), key=lambda path: path.stem)
         width = max(len(path.stem) for path in recipes)
         for path in recipes:
             with path.open(encoding="utf-8") as lines:
@@ -140,20 +162,19 @@ def train(
         raise typer.Exit
 
 
-@train_app.command(
-    "revela",
-    context_settings=FORWARD,
-    add_help_option=False,
-    short_help="Revela: in-batch attention weighted by the retriever, trained by the LM's loss.",
-)
-def train_revela(
-    ctx: typer.Context,
-    launch_config: Annotated[str | None, typer.Option()] = None,
-    num_processes: Annotated[int | None, typer.Option(min=1)] = None,
-    help: Annotated[bool, typer.Option("--help")] = False,
-) -> None:
-    """Revela: in-batch attention weighted by the retriever, trained by the LM's loss."""
-    _launch("revela", ctx.args, launch_config, num_processes, help)
+def _add_method(method: str, text: str) -> None:
+    @train_app.command(method, context_settings=FORWARD, add_help_option=False, short_help=text)
+    def run(
+        ctx: typer.Context,
+        launch_config: Annotated[str | None, typer.Option()] = None,
+        num_processes: Annotated[int | None, typer.Option(min=1)] = None,
+        help: Annotated[bool, typer.Option("--help")] = False,
+    ) -> None:
+        _launch(method, ctx.args, launch_config, num_processes, help)
+
+
+for _method, (_text, _) in METHODS.items():
+    _add_method(_method, _text)
 
 
 LAUNCH_HELP = """\
@@ -165,7 +186,7 @@ launching:
   --num-processes N     Processes in all, one a device; overrides the launch config.
 
 example:
-  revela-hub train {method} revela-smollm2-135m-wikipedia --train_sets prepared/ --output_dir run/ --max_steps 200
+  revela-hub train {method} {example} --output_dir run/ --max_steps 200
 
 The rest is the script's own:
 """
@@ -178,7 +199,7 @@ def _launch(
     script = str(HERE / "trainers" / f"{method}.py")
     if wants_help:
         configs = ", ".join(sorted(path.stem for path in LAUNCH_CONFIGS.glob("*.yaml")))
-        typer.echo(LAUNCH_HELP.format(method=method, configs=configs))
+        typer.echo(LAUNCH_HELP.format(method=method, configs=configs, example=METHODS[method][1]))
         raise typer.Exit(subprocess.run([sys.executable, script, "--help"]).returncode)
     if arguments and not arguments[0].startswith("-"):
         from trainers.arguments import read_recipe
@@ -324,7 +345,8 @@ def evaluate_models(
             evaluate(shown, task[0] if len(task) == 1 else task, bm25=bm25, split=split or "test", **options)
         else:
             split = split or "validation"
-            gains = {name: _retrieval_gain(name, groups, split, gain_groups, max_length) for name in exported}
+            with_lm = [name for name in exported if _model_type(name) == "revela"]
+            gains = {name: _retrieval_gain(name, groups, split, gain_groups, max_length) for name in with_lm}
             evaluate_groups(shown, groups, gains=gains, split=split, **options)
 
 
@@ -332,13 +354,17 @@ def _export_checkpoints(names: Iterable[str], folder: Path) -> dict[str, str]:
     """Publishes into `folder` those of the names that are training checkpoints; returns name -> published folder."""
     published = {}
     for name in names:
-        config = Path(name) / "config.json"
-        if config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("model_type") == "revela":
+        if _model_type(name) in ("revela", "retromae"):
             from hub_cards.export import export
 
             published[name] = str(folder / str(len(published)))
             export(name, published[name])
     return published
+
+
+def _model_type(name: str) -> str | None:
+    config = Path(name) / "config.json"
+    return json.loads(config.read_text(encoding="utf-8")).get("model_type") if config.is_file() else None
 
 
 def _retrieval_gain(checkpoint: str, groups: Path, split: str, num_groups: int, max_length: int) -> dict:

@@ -11,18 +11,45 @@ import torch
 from hub_cards.ranking import as_tensor, standardise, top_k
 from hub_cards.retrieval_metric.retrieval_metric import score_run
 
-__all__ = ["first_part", "read_groups", "retrieval_gain", "sibling_retrieval", "standardise"]
+__all__ = ["first_part", "read_groups", "retrieval_gain", "sibling_groups", "sibling_retrieval", "standardise"]
 
 
 def read_groups(path: str | Path, split: str = "validation") -> list[dict]:
-    """The rows (`texts`, `doc_ids`, `source`) of one split of a prepared set's folder; raises FileNotFoundError."""
+    """The groups (`texts`, `doc_ids`, `source`) of one split of a prepared set's folder; raises FileNotFoundError.
+
+    Those of a set prepared for RetroMAE are its documents (`sibling_groups`).
+    """
     files = sorted(Path(path).glob(f"{split}-*.parquet"))
     if not files:
         raise FileNotFoundError(
             f"{path} has no {split}-*.parquet: it is no prepared set, or no documents were held out for {split}; "
             "run `revela-hub prepare` with a held-out share."
         )
-    return [row for file in files for row in parquet.read_table(file).to_pylist()]
+    rows = [row for file in files for row in parquet.read_table(file).to_pylist()]
+    return rows if "texts" in rows[0] else sibling_groups(rows)
+
+
+def sibling_groups(rows: Iterable[Mapping]) -> list[dict]:
+    """
+    The sequences of a set prepared for RetroMAE as `sibling_retrieval` takes them.
+
+    Args:
+        rows: `text`, `doc_id`, `source` each.
+
+    Returns:
+        One group a document. A document of one sequence, such as a passage of MS MARCO, would have nothing to be
+        found: it is cut in two halves.
+    """
+    documents: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        documents.setdefault((row["source"], row["doc_id"]), []).append(row["text"])
+    groups = []
+    for (source, doc_id), texts in documents.items():
+        if len(texts) == 1:
+            half = first_part(texts[0])
+            texts = [part for part in (half, texts[0].strip()[len(half) :].strip()) if part]
+        groups.append({"texts": texts, "doc_ids": [doc_id] * len(texts), "source": source})
+    return groups
 
 
 def first_part(text: str, ratio: float = 0.5) -> str:

@@ -81,6 +81,7 @@ def test_options_of_prepare_are_the_fields_of_its_config():
     shown = run("prepare", "--help").stdout
     for field in dataclasses.fields(PrepareConfig):
         option = "source" if field.name == "source" else "--" + field.name.replace("_", "-")
+        option = field.metadata.get("option", option)
         assert option in shown, option
         assert field.metadata["help"].split()[0] in shown
     assert "[default: 120]" in shown and "revela-hub prepare docs/ --out prepared/" in shown
@@ -157,16 +158,39 @@ def test_mistakes_exit_with_2_and_say_what_is_wrong(arguments, message):
 def test_train_lists_each_recipe_with_its_table():
     lines = run("train", "--list").stdout.splitlines()
     assert [line.split()[0] for line in lines] == sorted(path.stem for path in revela_hub.RECIPES.glob("*.yaml"))
-    assert all("Table" in line for line in lines if line.startswith("revela-"))
+    assert all("Table" in line for line in lines if line.startswith(("revela-", "retromae-")))
 
 
-def test_train_help_shows_launching_and_the_fields_of_the_script():
-    command = [sys.executable, "-m", "revela_hub", "train", "revela", "--help"]
+@pytest.mark.parametrize(
+    ("method", "fields"),
+    [
+        ("revela", ("--retriever_name_or_path", "--train_sets", "--similarity_dtype")),
+        ("retromae", ("--encoder_name_or_path", "--train_sets", "--decoder_mask_ratio")),
+        ("finetune", ("--model_name_or_path", "--train_set", "--refresh_every")),
+    ],
+)
+def test_train_help_shows_launching_and_the_fields_of_the_script(method, fields):
+    assert f"\n  {method} " in run("train", "--help").stdout
+    command = [sys.executable, "-m", "revela_hub", "train", method, "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--launch-config" in done.stdout and "cpu, ddp, single, zero2, zero3" in done.stdout
-    for option in ("--retriever_name_or_path", "--train_sets", "--similarity_dtype", "--per_device_train_batch_size"):
+    for option in (*fields, "--per_device_train_batch_size"):
         assert option in done.stdout
+    example = done.stdout.partition(f"revela-hub train {method} ")[2].partition("example:")[2].split()
+    assert (revela_hub.RECIPES / f"{example[3]}.yaml").is_file(), example
+    with open(revela_hub.RECIPES / f"{example[3]}.yaml", encoding="utf-8") as file:
+        assert "Table" in file.readline()
+
+
+def test_prepare_for_retromae_names_the_next_command(text_folder, tiny_bert_folder, tmp_path):
+    options = ("--for", "retromae", "--tokenizer", tiny_bert_folder, "--max-seq-length", 64)
+    done = run("prepare", text_folder, "--out", tmp_path / "out", *options)
+    assert done.exit_code == 0, done.output
+    assert "Next: revela-hub train retromae retromae-bert-base-wikipedia-bookcorpus --train_sets" in done.stdout
+    assert json.loads((tmp_path / "out" / "prepare.json").read_text())["settings"]["max_seq_length"] == 64
+    done = run("prepare", text_folder, "--out", tmp_path / "b", "--for", "retromae")
+    assert done.exit_code == 2 and "tokenizer is missing" in done.stderr
 
 
 @pytest.fixture

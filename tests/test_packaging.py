@@ -15,7 +15,7 @@ from zipfile import ZipFile
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("modeling_revela", "trainers", "hub_cards")
+PACKAGES = ("modeling_revela", "modeling_retromae", "trainers", "hub_cards")
 
 
 @pytest.fixture(scope="module")

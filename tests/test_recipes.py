@@ -8,12 +8,17 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
+from trainers import finetune, retromae, revela
 from trainers.arguments import parse_recipe
-from trainers.revela import DataArguments, ModelArguments
+from trainers.data.prepare import PrepareConfig
+from trainers.finetune_model import ModelArguments as FinetuneModelArguments
+from trainers.finetune_trainer import FinetuneTrainingArguments
+from trainers.retromae_trainer import RetroMAETrainingArguments
 from trainers.revela_trainer import RevelaTrainingArguments
 
 TRAINERS = Path(__file__).parent.parent / "trainers"
 RECIPES = sorted((TRAINERS / "recipes").glob("revela-*.yaml"))
+RETROMAE = sorted((TRAINERS / "recipes").glob("retromae-*.yaml"))
 RETRIEVERS = {
     "smollm2-135m": "HuggingFaceTB/SmolLM2-135M",
     "qwen2.5-0.5b": "Qwen/Qwen2.5-0.5B",
@@ -26,10 +31,22 @@ RETRIEVERS = {
 TABLES = {1, 6, 7, 10, 11, 12, 13, 14, 15, 16, 17}
 
 
+def method_of(path: Path) -> str:
+    return {"retromae": "retromae", "dupmae": "retromae", "finetune": "finetune"}.get(
+        path.stem.split("-")[0], "revela"
+    )
+
+
 def parse(path: Path, *overrides: str):
+    classes = {
+        "revela": (revela.ModelArguments, revela.DataArguments, RevelaTrainingArguments),
+        "retromae": (retromae.ModelArguments, retromae.DataArguments, RetroMAETrainingArguments),
+        "finetune": (
+            FinetuneModelArguments, finetune.DataArguments, finetune.MethodArguments, FinetuneTrainingArguments,
+        ),
+    }  # fmt: skip
     # A machine without a GPU refuses bf16 unless it is told to use the CPU.
-    classes = (ModelArguments, DataArguments, RevelaTrainingArguments)
-    return parse_recipe(classes, [str(path), "--use_cpu", "true", *overrides])
+    return parse_recipe(classes[method_of(path)], [str(path), "--use_cpu", "true", *overrides])
 
 
 def tables(path: Path) -> set[int]:
@@ -42,16 +59,22 @@ def tables(path: Path) -> set[int]:
 @pytest.mark.parametrize("path", sorted((TRAINERS / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
 def test_recipe_parses_to_what_it_says(path):
     recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
-    # The demo makes its backbone and says on the command line where it lies.
-    missing = [] if "retriever_name_or_path" in recipe else ["--retriever_name_or_path", "made/on/the/spot"]
-    model, data, training = parse(path, *missing)
+    # The demo makes its backbone and says on the command line where it lies, as what is fine-tuned is said.
+    needed = {
+        "revela": ("retriever_name_or_path",),
+        "retromae": ("encoder_name_or_path",),
+        "finetune": ("model_name_or_path", "train_set"),
+    }[method_of(path)]
+    missing = [part for name in needed if name not in recipe for part in (f"--{name}", "made/on/the/spot")]
+    configs = parse(path, *missing)
+    training = configs[-1]
     for name, value in recipe.items():
-        owners = [config for config in (model, data, training) if hasattr(config, name)]
+        owners = [config for config in configs if hasattr(config, name)]
         assert len(owners) == 1, name
         parsed = getattr(owners[0], name)
         # transformers turns names into enums, and "none" into no one to report to.
         assert getattr(parsed, "value", parsed) == ([] if value == "none" else value), name
-    assert path not in RECIPES or training.output_dir == f"runs/{path.stem}"
+    assert path not in RECIPES + RETROMAE or training.output_dir == f"runs/{path.stem}"
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -94,6 +117,65 @@ def test_overrides_and_commands_in_comments_hold(path):
     for line in comments:
         if line.startswith("--"):
             parse(path, *line.split())
+
+
+@pytest.mark.parametrize("path", RETROMAE, ids=lambda path: path.stem)
+def test_retromae_recipe_holds_the_settings_of_the_paper(path):
+    model, data, training = parse(path)
+    assert tables(path) <= {1, 2, 3, 4, 5, 6}
+    assert (model.encoder_name_or_path, model.decoder_query, model.pooling) == ("bert-base-uncased", "position", "cls")
+    # §4.1: 8 epochs, AdamW, 32 a device, 1e-4.
+    assert (training.num_train_epochs, training.per_device_train_batch_size, training.learning_rate) == (8, 32, 1e-4)
+    assert training.optim.value.startswith("adamw") and training.gradient_accumulation_steps == 1
+    on_marco = path.stem.endswith("msmarco")
+    assert data.max_seq_length == (150 if on_marco else 512)
+    assert data.train_sets == (["data/msmarco"] if on_marco else ["data/wikipedia", "data/bookcorpus"])
+
+
+def test_retromae_recipes_cover_each_table_and_each_row_of_table_6():
+    assert set().union(*map(tables, RETROMAE)) == {1, 2, 3, 4, 5, 6}
+    main = ("enhanced", 1, 0.3, 0.5)
+    rows = {
+        "bert-base-wikipedia-bookcorpus": main,
+        "bert-base-msmarco": main,
+        "table-6-basic": ("basic", 1, 0.3, 0.5),
+        "table-6-basic-2-layers": ("basic", 2, 0.3, 0.5),
+        "table-6-basic-3-layers": ("basic", 3, 0.3, 0.5),
+        "table-6-decoder-0.15": ("enhanced", 1, 0.3, 0.15),
+        "table-6-decoder-0.9": ("enhanced", 1, 0.3, 0.9),
+        "table-6-basic-decoder-0.15": ("basic", 1, 0.3, 0.15),
+        "table-6-basic-decoder-0.7": ("basic", 1, 0.3, 0.7),
+        "table-6-basic-decoder-0.9": ("basic", 1, 0.3, 0.9),
+        "table-6-encoder-0.15": ("enhanced", 1, 0.15, 0.5),
+        "table-6-encoder-0.9": ("enhanced", 1, 0.9, 0.5),
+    }
+    found = {}
+    for path in RETROMAE:
+        model, _, _ = parse(path)
+        found[path.stem.removeprefix("retromae-")] = (
+            model.decoding, model.decoder_layers, model.encoder_mask_ratio, model.decoder_mask_ratio,
+        )  # fmt: skip
+    assert found == rows
+
+
+@pytest.mark.parametrize("path", RETROMAE, ids=lambda path: path.stem)
+def test_commands_in_comments_of_retromae_recipes_hold(path):
+    comments = [line[1:].strip() for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+    assert f"revela-hub train retromae {path.stem} --launch-config ddp --num-processes 8" in comments
+    _, data, _ = parse(path)
+    prepared = []
+    for line in comments:
+        if line.startswith("--"):
+            parse(path, *line.split())
+        elif line.startswith("revela-hub prepare"):
+            words = line.split()[2:]
+            options = {name[2:].replace("-", "_"): value for name, value in zip(words[1::2], words[2::2], strict=True)}
+            numbers = {"max_seq_length", "rows_per_document"} & options.keys()
+            options |= {name: int(options[name]) for name in numbers}
+            config = PrepareConfig(words[0], method=options.pop("for"), **options)
+            assert config.max_seq_length == data.max_seq_length
+            prepared.append(config.out)
+    assert set(prepared) == set(data.train_sets)
 
 
 def test_command_line_wins_over_recipe():

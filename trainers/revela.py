@@ -20,9 +20,10 @@ from transformers import AutoTokenizer, set_seed
 from hub_cards.eos_tokenizer import append_eos
 from modeling_revela import RevelaForPreTraining
 from trainers.arguments import parse_recipe
+from trainers.base_trainer import last_checkpoint
 from trainers.data.collator import GroupCollator
 from trainers.data.prepared import load_groups, mix_groups
-from trainers.revela_trainer import RevelaTrainer, RevelaTrainingArguments, last_checkpoint
+from trainers.revela_trainer import RevelaTrainer, RevelaTrainingArguments
 
 
 @dataclass
@@ -245,11 +246,7 @@ def train(
     """Train, or go on with an earlier run; the last state is left in the output folder itself."""
     resume = last_checkpoint(args)
     trainer = make_trainer(model_args, data_args, args, callbacks)
-    trainer.train(resume_from_checkpoint=resume)
-    trainer.save_model()
-    trainer.save_state()
-    if args.push_to_hub:
-        trainer.push_to_hub()
+    trainer.run(resume)
     return trainer
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
-from hub_cards.validation import first_part, read_groups, retrieval_gain, sibling_retrieval
+from hub_cards.validation import first_part, read_groups, retrieval_gain, sibling_groups, sibling_retrieval
 from modeling_revela import RevelaForPreTraining
 
 # Chunks on a circle, in degrees: the nearest in angle ranks first.
@@ -121,6 +121,23 @@ def test_read_groups(tmp_path):
     assert read_groups(tmp_path) == GROUPS
     with pytest.raises(FileNotFoundError, match=r"no train-\*\.parquet"):
         read_groups(tmp_path, "train")
+
+
+def test_sequences_become_documents_and_those_of_one_are_cut_in_two_halves_to_find_each_other(tmp_path):
+    rows = [
+        {"text": "one two three four five six", "doc_id": "a", "source": "s"},
+        {"text": "first", "doc_id": "b", "source": "s"},
+        {"text": "second", "doc_id": "b", "source": "s"},
+        {"text": "x", "doc_id": "a", "source": "t"},
+    ]
+    groups = [
+        {"texts": ["one two three", "four five six"], "doc_ids": ["a", "a"], "source": "s"},
+        {"texts": ["first", "second"], "doc_ids": ["b", "b"], "source": "s"},
+        {"texts": ["x"], "doc_ids": ["a"], "source": "t"},
+    ]
+    assert sibling_groups(rows) == groups
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "validation-00000-of-00001.parquet")
+    assert read_groups(tmp_path) == groups
 
 
 def tiny_revela(**options) -> RevelaForPreTraining:

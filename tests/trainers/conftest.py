@@ -1,12 +1,13 @@
 """Prepared sets of the suite's texts, and training runs of a few steps on the tiny models."""
 
 import gc
+import shutil
 from pathlib import Path
 
 import datasets
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import AutoModelForMaskedLM, BertForMaskedLM, TrainerCallback
 
 from trainers.data.prepare import PrepareConfig, prepare
 from trainers.revela import DataArguments, ModelArguments, train
@@ -38,6 +39,36 @@ def prepared_folder(text_folder, tmp_path_factory) -> Path:
         (texts / file.name).write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
     out = tmp_path_factory.mktemp("groups") / "prepared"
     prepare(PrepareConfig(source=str(texts), out=str(out), group_size=4, max_words=30, validation_share=0.3))
+    return out
+
+
+@pytest.fixture(scope="session")
+def mlm_folder(tiny_bert_folder, tmp_path_factory):
+    """The tiny BERT with a masked-LM head, without and with dropout, as folders."""
+
+    def make(name: str, dropout: float) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        shutil.copytree(tiny_bert_folder, folder, dirs_exist_ok=True)
+        config = AutoModelForMaskedLM.from_pretrained(tiny_bert_folder).config
+        config.hidden_dropout_prob = config.attention_probs_dropout_prob = dropout
+        torch.manual_seed(3)
+        BertForMaskedLM(config).save_pretrained(folder)
+        return folder
+
+    return {"plain": make("plain-mlm", 0.0), "dropout": make("dropout-mlm", 0.1)}
+
+
+@pytest.fixture(scope="session")
+def sequences_folder(text_folder, tiny_bert_folder, tmp_path_factory) -> Path:
+    """Ten documents as sequences of at most 48 tokens."""
+    texts = tmp_path_factory.mktemp("ten-texts-for-sequences")
+    for file in sorted(text_folder.iterdir())[:10]:
+        (texts / file.name).write_text(file.read_text(encoding="utf-8")[:900], encoding="utf-8")
+    out = tmp_path_factory.mktemp("sequences") / "prepared"
+    config = PrepareConfig(
+        str(texts), str(out), "retromae", tokenizer=str(tiny_bert_folder), max_seq_length=48, validation_share=0.3
+    )
+    prepare(config)
     return out
 
 

@@ -1,5 +1,6 @@
 """Recipes and command lines become the config dataclasses, or an error that names the field."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -184,7 +185,7 @@ def test_help_shows_each_option_once_with_its_text(capsys, monkeypatch):
     assert "(default: first_half)" in " ".join(text.split()) and "{no,steps,epoch}" in text
     words = " ".join(text.split())
     for cls in CLASSES:
-        for field in cls.__dataclass_fields__.values():
+        for field in dataclasses.fields(cls):
             if field.init:
                 assert text.count(f"\n  --{field.name} ") == 1, field.name
                 if cls is not RevelaTrainingArguments:

@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 from transformers.trainer import safe_globals
 
 from modeling_revela import RevelaForPreTraining
-from trainers.revela_trainer import RevelaTrainingArguments, last_checkpoint
+from trainers.base_trainer import last_checkpoint
+from trainers.revela_trainer import RevelaTrainingArguments
 
 ROOT = Path(__file__).parent.parent.parent
 # Of both, whatever draws at random: dropout, and the order of the data over the end of an epoch.

@@ -66,43 +66,47 @@ def chunk_text(text: str, kind: str = "prose", max_words: int = 120, language: s
         Non-empty chunks, as slices of the text without surrounding whitespace.
     """
     if len(text) <= _WINDOW and count_words(text) <= max_words:  # spares short documents most of the time
-        if chunk := _trim(text, kind):
+        if chunk := trim(text, kind):
             yield chunk
         return
     start = words = 0
-    for unit_start, _, unit_words in _units(text, kind, max_words, language):
+    for unit_start, _, unit_words in units(text, kind, max_words, language):
         if words and words + unit_words > max_words:
-            yield _trim(text[start:unit_start], kind)
+            yield trim(text[start:unit_start], kind)
             start, words = unit_start, 0
         words += unit_words
     if words:
-        yield _trim(text[start:], kind)
+        yield trim(text[start:], kind)
 
 
-def _trim(chunk: str, kind: str) -> str:
+def trim(chunk: str, kind: str) -> str:
+    """The chunk without the whitespace around it, but for the indentation that a line of code begins with."""
     if kind == "code":  # the first line's indentation is part of the code
         return _LEADING_BLANK_LINES.sub("", chunk).rstrip()
     return chunk.strip()
 
 
-def _units(text: str, kind: str, max_words: int, language: str) -> Iterator[Unit]:
-    """Sentences or lines of at most `max_words` words; each begins where the one before ends."""
+def units(text: str, kind: str, max_words: int, language: str) -> Iterator[Unit]:
+    """Sentences or lines of at most `max_words` words; each begins where the one before ends.
+
+    What `chunk_text` and `packing.Packer` fill their pieces with; the arguments are those of `chunk_text`.
+    """
     start, width = 0, _WINDOW
     while start < len(text):
         stop = min(start + width, len(text))
-        units: list[Unit] = []
+        found: list[Unit] = []
         position = start
         for end in _line_ends(text, start, stop) if kind == "code" else _sentence_ends(text, start, stop, language):
-            units.extend(_split(text, position, end, max_words))
+            found.extend(_split(text, position, end, max_words))
             position = end
         if stop < len(text):
             # The window's edge is no boundary of the text: what touches it is looked at again from its own start.
-            units.pop()
-            if not units:
+            found.pop()
+            if not found:
                 width *= 2
                 continue
-        yield from units
-        start, width = units[-1][1], _WINDOW
+        yield from found
+        start, width = found[-1][1], _WINDOW
 
 
 def _line_ends(text: str, start: int, stop: int) -> Iterator[int]:
@@ -154,7 +158,7 @@ def _split(text: str, start: int, end: int, max_words: int) -> list[Unit]:
             if space[1] * 2 >= max_words:
                 at, before = space
             else:  # no space in the second half of the piece
-                at = _cluster_start(text, piece_start, cut, end)
+                at = cluster_start(text, piece_start, cut, end)
                 before = count_words(text[piece_start:at])
             pieces.append((piece_start, at, before))
             # An upper bound for what a cut inside a word leaves, since words are counted in started portions.
@@ -165,7 +169,7 @@ def _split(text: str, start: int, end: int, max_words: int) -> list[Unit]:
     return pieces
 
 
-def _cluster_start(text: str, low: int, position: int, end: int) -> int:
+def cluster_start(text: str, low: int, position: int, end: int) -> int:
     """The last start of a grapheme cluster in (low, position], else `position`: one cluster above the limit.
 
     `low` is the start of a cluster itself, so clusters are counted from there.

@@ -1,18 +1,23 @@
 """`revela-hub prepare`: raw text in, a prepared set out.
 
 A prepared set is a folder of Parquet shards, `train-00000-of-0000N.parquet` and `validation-00000-of-0000M.parquet`,
-one group of chunks a row, and `prepare.json` with the settings, the account and each shard's SHA-256. Columns:
+and `prepare.json` with the settings, the account and each shard's SHA-256. What a row is depends on the method that
+trains on it. For Revela, one group of chunks:
 
 - `texts` (list of group_size strings): the chunks, shuffled within the group;
 - `doc_ids` (list of group_size strings): the document that each chunk comes from;
-- `source` (string): the base name of SOURCE, to tell sets apart once mixed.
 
-Documents are read, in the source's order, by this process; extracted and chunked by workers; and taken back in the
+for RetroMAE, one sequence of whole sentences, in the corpus's order:
+
+- `text` (string), `doc_id` (string);
+
+and for both `source` (string): the base name of SOURCE, to tell sets apart once mixed.
+
+Documents are read, in the source's order, by this process; extracted and cut by workers; and taken back in the
 same order, so that everything that depends on order (duplicates, grouping, shards) is decided in one place and the
 shards are byte for byte the same whatever the number of processes.
 """
 
-import hashlib
 import importlib.metadata
 import json
 import multiprocessing
@@ -20,24 +25,30 @@ import os
 import shutil
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from tqdm.auto import tqdm
 
 from trainers.data.chunking import chunk_text, count_words
 from trainers.data.grouping import DigestSet, Group, Grouper, Shuffler, in_validation, text_digest
+from trainers.data.packing import Packer
 from trainers.data.readers import DataError, Document, Source, html_to_text
+from trainers.data.shards import Shards
 
 SCHEMA = pa.schema([("texts", pa.list_(pa.string())), ("doc_ids", pa.list_(pa.string())), ("source", pa.string())])
+SEQUENCE_SCHEMA = pa.schema([("text", pa.string()), ("doc_id", pa.string()), ("source", pa.string())])
+# Settings that the other method has no use for.
+_OWN = {
+    "revela": ("max_words", "group_size", "documents_per_group", "shuffle"),
+    "retromae": ("tokenizer", "max_seq_length"),
+}
 _BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 18, 1024  # what a worker gets at a time
-_ROW_GROUP, _SHARD_BYTES = 256, 512 << 20  # groups a row group; bytes of text a shard
 _REPORTED_ERRORS = 20
 
 
@@ -51,16 +62,33 @@ class PrepareConfig:
 
     source: str = field(metadata={"help": "File, folder or Hub dataset id to read."})
     out: str = field(metadata={"help": "Folder to write the prepared set to."})
+    method: str = field(
+        default="revela",
+        metadata={
+            "help": "The method to prepare for: revela (groups of chunks) or retromae (sequences of whole sentences).",
+            "option": "--for",
+        },
+    )
     text_column: str = _option("text", "Column of JSONL, Parquet, CSV, TSV and Hub datasets that holds the text.")
+    title_column: str | None = _option(
+        None, "Column whose content is put before the text, with a space between, where it has over 2 characters."
+    )
+    rows_per_document: int = _option(
+        1, "Rows or lines that follow each other and make one document, as in BookCorpus with a sentence a row."
+    )
     kind: str = _option("auto", "prose, code, or auto: code for source files (by suffix), prose for all else.")
-    max_words: int = _option(120, "Words in a chunk, at most (the paper: 120).")
+    max_words: int = _option(120, "Revela: words in a chunk, at most (the paper: 120).")
     min_words: int = _option(5, "Documents of fewer words are skipped and counted as too short.")
-    group_size: int = _option(16, "Chunks in a group, the paper's batch (4, 8 or 16).")
-    documents_per_group: int = _option(2, "Documents whose chunks are interleaved at any time.")
+    group_size: int = _option(16, "Revela: chunks in a group, the paper's batch (4, 8 or 16).")
+    documents_per_group: int = _option(2, "Revela: documents whose chunks are interleaved at any time.")
     shuffle: bool = _option(
         False,
-        "Draw the documents of a group from all over the corpus, a piece of each, instead of neighbours in the "
-        "corpus's order (the paper's). Short runs on a folder of files learn far more with it.",
+        "Revela: draw the documents of a group from all over the corpus, a piece of each, instead of neighbours in "
+        "the corpus's order (the paper's). Short runs on a folder of files learn far more with it.",
+    )
+    tokenizer: str | None = _option(None, "RetroMAE: the encoder's tokenizer, a Hub id or folder; needed.")
+    max_seq_length: int = _option(
+        512, "RetroMAE: tokens of a sequence at most, special tokens included (the authors: 512; MS MARCO: 150)."
     )
     validation_share: float = _option(0.02, "Share of the documents held out for validation; 0 for none.")
     seed: int = _option(42, "Seed of the held-out share and of the order within a group.")
@@ -79,6 +107,7 @@ class PrepareConfig:
 
     def __post_init__(self) -> None:
         for name, values in {
+            "method": ("revela", "retromae"),
             "kind": ("auto", "prose", "code"),
             "text_documents": ("auto", "file", "line", "paragraph"),
             "on_error": ("stop", "skip"),
@@ -90,12 +119,19 @@ class PrepareConfig:
             "min_words": 0,
             "group_size": 2,  # a chunk alone has nothing to attend to
             "documents_per_group": 1,
+            "rows_per_document": 1,
             "num_proc": 1,
         }.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
         if not 0 <= self.validation_share < 1:
             raise ValueError(f"validation_share is {self.validation_share}; it must be at least 0 and below 1.")
+        defaults = {field.name: field.default for field in fields(self)}
+        for name in _OWN["retromae" if self.method == "revela" else "revela"]:
+            if getattr(self, name) != defaults[name]:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, which means nothing for {self.method}.")
+        if self.method == "retromae" and self.tokenizer is None:
+            raise ValueError("tokenizer is missing: sequences are as long as the encoder's own tokens make them.")
 
 
 class _Chunked(NamedTuple):
@@ -107,12 +143,29 @@ class _Chunked(NamedTuple):
     chunks: list[str]
 
 
-def _chunk_batch(documents: list[Document], max_words: int, min_words: int, language: str) -> list[_Chunked]:
+Cut = Callable[[list[tuple[str, str]]], list[list[str]]]
+"""Texts and their kinds in, the pieces of each out."""
+
+
+@dataclass(frozen=True)
+class _Chunker:
+    """Cuts documents into chunks of at most `max_words` words."""
+
+    max_words: int
+    language: str
+
+    def __call__(self, documents: list[tuple[str, str]]) -> list[list[str]]:
+        return [list(chunk_text(text, kind, self.max_words, self.language)) for text, kind in documents]
+
+
+def _chunk_batch(documents: list[Document], cut: Cut, min_words: int) -> list[_Chunked]:
+    documents = [
+        Document(doc_id, html_to_text(text), "prose") if kind == "html" else Document(doc_id, text, kind)
+        for doc_id, text, kind in documents
+    ]
     results = []
-    for doc_id, text, kind in documents:
-        if kind == "html":
-            text, kind = html_to_text(text), "prose"
-        chunks = list(chunk_text(text, kind, max_words, language))
+    pieces = cut([(text, kind) for _, text, kind in documents])
+    for (doc_id, text, _), chunks in zip(documents, pieces, strict=True):
         outcome = "kept"
         if not chunks:
             outcome = "empty"
@@ -136,7 +189,10 @@ def _batches(items: Iterable[Document | DataError]) -> Iterator[list[Document | 
 
 def _chunked(config: PrepareConfig, source: Source) -> Iterator[_Chunked | DataError]:
     """The source's documents, chunked by `num_proc` processes, in the source's order."""
-    settings = (config.max_words, config.min_words, config.language)
+    if config.method == "revela":
+        cut: Cut = _Chunker(config.max_words, config.language)
+    else:
+        cut = Packer(config.tokenizer, config.max_seq_length, config.language)
 
     def merge(batch: list[Document | DataError], results: list[_Chunked]) -> Iterator[_Chunked | DataError]:
         done = iter(results)
@@ -144,18 +200,18 @@ def _chunked(config: PrepareConfig, source: Source) -> Iterator[_Chunked | DataE
 
     if config.num_proc == 1:
         for batch in _batches(source):
-            yield from merge(batch, _chunk_batch([x for x in batch if isinstance(x, Document)], *settings))
+            yield from merge(batch, _chunk_batch([x for x in batch if isinstance(x, Document)], cut, config.min_words))
         return
     # spawn: forking a process whose libraries run threads (Arrow, tokenizers) can deadlock.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(config.num_proc, mp_context=context) as pool:
+    with ProcessPoolExecutor(config.num_proc, mp_context=context, initializer=_one_thread) as pool:
         waiting: deque[tuple[list[Document | DataError], Any]] = deque()
         try:
             for batch in _batches(source):
                 documents = [item for item in batch if isinstance(item, Document)]
                 # What is kept here to merge by is the place of the errors, not the texts a second time.
                 places = [item if isinstance(item, DataError) else _PLACE for item in batch]
-                waiting.append((places, pool.submit(_chunk_batch, documents, *settings)))
+                waiting.append((places, pool.submit(_chunk_batch, documents, cut, config.min_words)))
                 if len(waiting) > 2 * config.num_proc:  # bounds memory when reading is faster than chunking
                     places, future = waiting.popleft()
                     yield from merge(places, future.result())
@@ -169,72 +225,24 @@ def _chunked(config: PrepareConfig, source: Source) -> Iterator[_Chunked | DataE
 _PLACE = Document("", "", "")
 
 
-class _Shards:
-    """Writes the groups of one split to numbered Parquet shards."""
-
-    def __init__(self, folder: Path, split: str, source: str) -> None:
-        self._folder, self._split, self._source = folder, split, source
-        self._writer: pq.ParquetWriter | None = None
-        self._paths: list[Path] = []
-        self._groups: list[int] = []
-        self._pending: list[Group] = []
-        self._bytes = 0
-
-    def write(self, groups: Iterable[Group]) -> None:
-        for group in groups:
-            self._pending.append(group)
-            self._bytes += sum(map(len, group[0]))
-            if len(self._pending) == _ROW_GROUP:
-                self._flush()
-                if self._bytes >= _SHARD_BYTES:
-                    self._close_writer()
-
-    def _flush(self) -> None:
-        if not self._pending:
-            return
-        if self._writer is None:
-            self._paths.append(self._folder / f"{self._split}-{len(self._paths):05d}.parquet")
-            self._groups.append(0)
-            self._writer = pq.ParquetWriter(self._paths[-1], SCHEMA, compression="zstd")
-        texts, doc_ids = zip(*self._pending, strict=True)
-        sources = [self._source] * len(texts)
-        self._writer.write_table(pa.table([texts, doc_ids, sources], schema=SCHEMA), row_group_size=_ROW_GROUP)
-        self._groups[-1] += len(texts)
-        self._pending = []
-
-    def _close_writer(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer, self._bytes = None, 0
-
-    def close(self) -> dict[str, dict[str, Any]]:
-        """Finish; returns groups and SHA-256 of each shard by its final name."""
-        self._flush()
-        self._close_writer()
-        shards = {}
-        for index, (path, groups) in enumerate(zip(self._paths, self._groups, strict=True)):
-            name = f"{self._split}-{index:05d}-of-{len(self._paths):05d}.parquet"
-            path.rename(self._folder / name)
-            with open(self._folder / name, "rb") as file:
-                digest = hashlib.sha256()
-                while block := file.read(1 << 20):
-                    digest.update(block)
-            shards[name] = {"groups": groups, "sha256": digest.hexdigest()}
-        return shards
+def _one_thread() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process a core already
 
 
 def prepare(config: PrepareConfig) -> dict[str, Any]:
-    """Read a source, chunk its documents, group the chunks (section 4.1), and write a prepared set.
+    """Read a source, cut its documents into groups of chunks or into sequences, and write a prepared set.
 
     Memory is bounded by the largest document (one file, for pages and source files), whatever the corpus.
     The set is written to a hidden folder beside `out` and renamed when it is whole.
 
     Returns:
         The summary, as saved in `prepare.json`: `settings`, `documents` (read = kept + empty + too_short +
-        duplicate + error), `chunks` (made = train + validation + left_over), `groups`, `shards`.
+        duplicate + error), for Revela `chunks` (made = train + validation + left_over) and `groups`, for RetroMAE
+        `sequences` (made = train + validation), and `shards`.
 
     Raises:
-        DataError: data that cannot be read (with `on_error="stop"`), or not enough of it for one group.
+        DataError: data that cannot be read (with `on_error="stop"`), or not enough of it for one row.
+        ValueError: a tokenizer that cannot be used.
         FileExistsError: `out` exists, and `overwrite` is off or it holds something else than a prepared set.
     """
     out = Path(config.out).resolve()
@@ -244,6 +252,8 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
     source = Source(
         source=config.source,
         text_column=config.text_column,
+        title_column=config.title_column,
+        rows_per_document=config.rows_per_document,
         kind=config.kind,
         include=config.include,
         text_documents=config.text_documents,
@@ -288,14 +298,61 @@ def _replace(partial: Path, out: Path) -> None:
     shutil.rmtree(old)
 
 
+class _GroupRows:
+    """Groups of chunks, of documents that are shuffled first where the settings say so."""
+
+    def __init__(self, config: PrepareConfig, split: str) -> None:
+        self._size = config.group_size
+        self._grouper = Grouper(config.group_size, config.documents_per_group, config.seed, split)
+        piece = max(1, config.group_size // config.documents_per_group)
+        self._shuffler = Shuffler(piece, config.seed, split) if config.shuffle else None
+
+    def add(self, doc_id: str, chunks: list[str]) -> Iterator[Group]:
+        for dealt in self._shuffler.add(doc_id, chunks) if self._shuffler else [(doc_id, chunks)]:
+            yield from self._grouper.add(*dealt)
+
+    def finish(self) -> Iterator[Group]:
+        for dealt in self._shuffler.finish() if self._shuffler else ():
+            yield from self._grouper.add(*dealt)
+        yield from self._grouper.finish()
+
+    @property
+    def pieces(self) -> int:
+        return self._grouper.groups * self._size
+
+    @property
+    def account(self) -> dict[str, int]:
+        return {
+            "groups": self._grouper.groups,
+            "of_one_document": self._grouper.groups_of_one_document,
+            "without_siblings": self._grouper.groups_without_siblings,
+        }
+
+
+class _SequenceRows:
+    """One row a sequence, in the corpus's order."""
+
+    def __init__(self, config: PrepareConfig, split: str) -> None:
+        self.pieces = 0
+
+    def add(self, doc_id: str, chunks: list[str]) -> Iterator[tuple[str, str]]:
+        self.pieces += len(chunks)
+        return ((chunk, doc_id) for chunk in chunks)
+
+    def finish(self) -> Iterator[tuple[str, str]]:
+        return iter(())
+
+
 def _write(config: PrepareConfig, source: Source, folder: Path) -> dict[str, Any]:
     splits = ("train", "validation")
     name = Path(config.source).name if Path(config.source).exists() else config.source
-    groupers = {s: Grouper(config.group_size, config.documents_per_group, config.seed, s) for s in splits}
-    shards = {split: _Shards(folder, split, name) for split in splits}
-    piece = max(1, config.group_size // config.documents_per_group)
-    shufflers = {split: Shuffler(piece, config.seed, split) for split in splits} if config.shuffle else {}
-    documents, chunks = Counter(), Counter()
+    make, schema, unit = {
+        "revela": (_GroupRows, SCHEMA, "groups"),
+        "retromae": (_SequenceRows, SEQUENCE_SCHEMA, "sequences"),
+    }[config.method]
+    rows = {split: make(config, split) for split in splits}
+    shards = {split: Shards(folder, split, schema, name, unit) for split in splits}
+    documents, made = Counter(), 0
     errors: list[str] = []
     seen = DigestSet()
     with tqdm(unit=" documents", desc="Preparing", disable=None) as progress:
@@ -317,55 +374,49 @@ def _write(config: PrepareConfig, source: Source, folder: Path) -> dict[str, Any
             held_out = in_validation(item.id, config.validation_share, config.seed)
             split = splits[held_out]
             documents[split] += 1
-            chunks["made"] += len(item.chunks)
-            dealt = shufflers[split].add(item.id, item.chunks) if config.shuffle else [(item.id, item.chunks)]
-            for doc_id, members in dealt:
-                shards[split].write(groupers[split].add(doc_id, members))
+            made += len(item.chunks)
+            shards[split].write(rows[split].add(item.id, item.chunks))
     for split in splits:
-        for doc_id, members in shufflers[split].finish() if config.shuffle else ():
-            shards[split].write(groupers[split].add(doc_id, members))
-        shards[split].write(groupers[split].finish())
-        chunks[split] = groupers[split].groups * config.group_size
-        chunks["left_over"] += groupers[split].left_over
-    _check_enough(config, documents, chunks, groupers["train"], errors, source)
+        shards[split].write(rows[split].finish())
+    pieces = {split: rows[split].pieces for split in splits}
+    pieces = {"made": made, **pieces, "left_over": made - sum(pieces.values())}
+    if not pieces["train"]:
+        raise _too_little(config, documents, made, errors, source)
     settings = asdict(config)
     for name_ in ("out", "num_proc", "overwrite"):  # where and how, not what: the set is the same for any
         del settings[name_]
+    if config.method == "revela":
+        parts = {"chunks": pieces, "groups": {split: rows[split].account for split in splits}}
+    else:
+        parts = {"sequences": {key: pieces[key] for key in ("made", *splits)}}
+    packages = ("revela-hub", "sentencex", "selectolax", "tokenizers")
     return {
         "format": 1,
-        "version": {package: _version(package) for package in ("revela-hub", "sentencex", "selectolax")},
+        "version": {package: _version(package) for package in packages},
         "settings": settings,
         "documents": {
             key: documents[key] for key in ("read", "kept", "empty", "too_short", "duplicate", "error", *splits)
         },
-        "chunks": {key: chunks[key] for key in ("made", *splits, "left_over")},
-        "groups": {
-            split: {
-                "groups": grouper.groups,
-                "of_one_document": grouper.groups_of_one_document,
-                "without_siblings": grouper.groups_without_siblings,
-            }
-            for split, grouper in groupers.items()
-        },
+        **parts,
         "ignored_files": dict(sorted(source.ignored_files.items())),
         "first_errors": errors,
         "shards": dict(chain.from_iterable(shards[split].close().items() for split in splits)),
     }
 
 
-def _check_enough(
-    config: PrepareConfig, documents: Counter, chunks: Counter, train: Grouper, errors: list[str], source: Source
-) -> None:
-    if train.groups:
-        return
+def _too_little(config: PrepareConfig, documents: Counter, made: int, errors: list[str], source: Source) -> DataError:
     account = ", ".join(
         f"{documents[key]} {key.replace('_', ' ')}"
         for key in ("train", "validation", "empty", "too_short", "duplicate", "error")
     )
+    if config.method == "revela":
+        lack = f"{made} chunks make no group of {config.group_size} for training; give it more text, "
+        lack += "or lower --group-size."
+    else:
+        lack = f"{made} sequences leave none for training; give it more text, or lower --validation-share."
     ignored = sum(source.ignored_files.values())
-    raise DataError(
-        f"{config.source}: {documents['read']} documents ({account}) and {chunks['made']} chunks make no group of "
-        f"{config.group_size} for training; give it more text, or lower --group-size."
+    return DataError(
+        f"{config.source}: {documents['read']} documents ({account}) and {lack}"
         + (f" {ignored} files were ignored, for their suffix or --include." if ignored else "")
         + (f" First error: {errors[0]}" if errors else "")
     )
@@ -379,9 +430,8 @@ def _version(package: str) -> str | None:
 
 
 def format_summary(summary: dict[str, Any]) -> str:
-    """The account of every document, chunk and group, for people."""
-    documents, chunks, groups = summary["documents"], summary["chunks"], summary["groups"]
-    train, validation = groups["train"], groups["validation"]
+    """The account of every document, and of what was made of them, for people."""
+    documents = summary["documents"]
 
     def line(label: str, count: int, what: str) -> str:
         return f"{label:<9} {count:>13,} {what}"
@@ -393,19 +443,34 @@ def format_summary(summary: dict[str, Any]) -> str:
         line("", documents["too_short"], "too short"),
         line("", documents["duplicate"], "duplicates"),
         line("", documents["error"], "that could not be read"),
-        line("Chunks", chunks["made"], "made"),
-        line("", chunks["train"], f"in {train['groups']:,} train groups"),
-        line("", chunks["validation"], f"in {validation['groups']:,} validation groups"),
-        line("", chunks["left_over"], "left over (the last, incomplete groups)"),
     ]
+    notes = []
+    if "groups" in summary:
+        chunks, (train, validation) = summary["chunks"], summary["groups"].values()
+        held_out, unit = validation["groups"], "group"
+        lines += [
+            line("Chunks", chunks["made"], "made"),
+            line("", chunks["train"], f"in {train['groups']:,} train groups"),
+            line("", chunks["validation"], f"in {validation['groups']:,} validation groups"),
+            line("", chunks["left_over"], "left over (the last, incomplete groups)"),
+        ]
+        if alone := train["without_siblings"]:
+            notes += [
+                line("Note:", alone, "train groups hold no two chunks of one document, so there is less to find")
+            ]
+        if single := train["of_one_document"]:
+            notes += [line("Note:", single, "train groups hold chunks of one document only")]
+    else:
+        sequences = summary["sequences"]
+        held_out, unit = sequences["validation"], "sequence"
+        lines += [
+            line("Sequences", sequences["made"], "made"),
+            line("", sequences["train"], "to train on"),
+            line("", sequences["validation"], "held out"),
+        ]
     if ignored := summary["ignored_files"]:
         most = ", ".join(f"{count} {name}" for name, count in sorted(ignored.items(), key=lambda x: -x[1])[:5])
         lines.append(line("Files", sum(ignored.values()), f"ignored, for their suffix or --include: {most}"))
-    if alone := train["without_siblings"]:
-        lines.append(line("Note:", alone, "train groups hold no two chunks of one document, so there is less to find"))
-    if single := train["of_one_document"]:
-        lines.append(line("Note:", single, "train groups hold chunks of one document only"))
-    if summary["settings"]["validation_share"] and not validation["groups"]:
-        lines.append("Note: no validation group; raise --validation-share to measure learning without labels")
-    lines += [f"Skipped: {error}" for error in summary["first_errors"][:3]]
-    return "\n".join(lines)
+    if summary["settings"]["validation_share"] and not held_out:
+        notes += [f"Note: no validation {unit}; raise --validation-share to measure learning without labels"]
+    return "\n".join([*lines, *notes, *(f"Skipped: {error}" for error in summary["first_errors"][:3])])

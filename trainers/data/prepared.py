@@ -14,6 +14,7 @@ from pyarrow import ArrowInvalid
 
 from trainers.data.readers import DataError, numbered_lines
 
+SEQUENCE_FEATURES = Features({name: Value("string") for name in ("text", "doc_id", "source")})
 FEATURES = Features({"texts": List(Value("string")), "doc_ids": List(Value("string")), "source": Value("string")})
 _SHARD = re.compile(r"(?P<split>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})\.parquet")
 _LINES = (".jsonl", ".jsonl.gz", ".ndjson", ".json")  # the last only where no other is: it is metadata, mostly
@@ -37,15 +38,10 @@ def load_groups(path_or_id: str | Path, split: str = "train") -> Dataset:
     Raises:
         DataError: nothing to load, shards missing, a line in another format, a group of fewer than 2 chunks.
     """
-    path = Path(path_or_id)
-    if not path.exists():
-        path = _download(str(path_or_id))
-    if path.is_file():
-        files = [path]
-    else:
-        files = _shards(path, split) or _released_files(path)
+    path = _local(path_or_id)
+    files = [path] if path.is_file() else _shards(path, split) or _released_files(path)
     if files and files[0].suffix == ".parquet":
-        dataset = _load_parquet(files)
+        dataset = _load_parquet(files, FEATURES, "revela")
     elif split != "train":
         raise DataError(f"{path} has no split {split!r}: the authors' formats have 'train' only.")
     elif files:
@@ -57,6 +53,31 @@ def load_groups(path_or_id: str | Path, split: str = "train") -> Dataset:
         )
     _check_groups(dataset, path)
     return dataset
+
+
+def load_sequences(path_or_id: str | Path, split: str = "train") -> Dataset:
+    """Load the sequences of a set that `prepare` wrote for RetroMAE.
+
+    Args:
+        path_or_id: its folder, one Parquet file with its columns, or the id of a Hub dataset that holds it.
+        split: "train" or "validation".
+
+    Returns:
+        A memory-mapped dataset, one sequence a row: `text`, `doc_id`, `source`.
+
+    Raises:
+        DataError: nothing to load, shards missing, another kind of set.
+    """
+    path = _local(path_or_id)
+    files = [path] if path.is_file() else _shards(path, split)
+    if not files or files[0].suffix != ".parquet":
+        raise DataError(f"{path} holds no prepared set; write one with revela-hub prepare SOURCE --for retromae.")
+    return _load_parquet(files, SEQUENCE_FEATURES, "retromae")
+
+
+def _local(path_or_id: str | Path) -> Path:
+    path = Path(path_or_id)
+    return path if path.exists() else _download(str(path_or_id))
 
 
 def _shards(folder: Path, split: str) -> list[Path]:
@@ -71,8 +92,8 @@ def _shards(folder: Path, split: str) -> list[Path]:
     if not found:
         if others or (folder / "prepare.json").exists():
             raise DataError(
-                f"{folder} has no groups in split {split!r}, only in {', '.join(sorted(others)) or 'none'}; prepare "
-                "it again with a larger --validation-share, or a smaller --group-size."
+                f"{folder} has no rows in split {split!r}, only in {', '.join(sorted(others)) or 'none'}; prepare "
+                "it again with a larger --validation-share or, for groups, a smaller --group-size."
             )
         return []
     count = next(iter(found.values()))[1]
@@ -103,7 +124,7 @@ def _download(dataset_id: str) -> Path:
         ) from error
 
 
-def _load_parquet(files: list[Path]) -> Dataset:
+def _load_parquet(files: list[Path], features: Features, method: str) -> Dataset:
     try:
         dataset = Dataset.from_parquet([str(file) for file in files])
     except (DatasetGenerationError, ArrowInvalid) as error:
@@ -111,12 +132,12 @@ def _load_parquet(files: list[Path]) -> Dataset:
         raise DataError(
             f"{files[0]}, or another of its {len(files)} shards, cannot be read ({reason}); copy it again."
         ) from error
-    if missing := set(FEATURES) - set(dataset.column_names):
+    if missing := set(features) - set(dataset.column_names):
         raise DataError(
-            f"{files[0]}: no column {', '.join(sorted(missing))}, so this is no prepared set; make one of it with "
-            "revela-hub prepare."
+            f"{files[0]}: no column {', '.join(sorted(missing))}, so this is no prepared set for {method}; make one "
+            f"of its source with revela-hub prepare --for {method}."
         )
-    return dataset.select_columns(list(FEATURES))
+    return dataset.select_columns(list(features))
 
 
 def _load_released(files: list[Path]) -> Dataset:
@@ -174,13 +195,13 @@ def _check_groups(dataset: Dataset, path: Path) -> None:
 
 
 def mix_groups(datasets: Sequence[Dataset], weights: Sequence[float], seed: int) -> Dataset:
-    """Mix several prepared sets, so that each provides its weight's share of the groups.
+    """Mix several prepared sets, so that each provides its weight's share of the rows.
 
-    No group is repeated: the mix is the largest in which the set that runs out first keeps its share; of the others
+    No row is repeated: the mix is the largest in which the set that runs out first keeps its share; of the others
     it takes a random part. The order is random, too, and both depend on the seed only.
 
     Args:
-        datasets: as `load_groups` returns them.
+        datasets: as `load_groups` or `load_sequences` returns them.
         weights: one positive number each; their scale does not matter.
         seed: of the parts and the order.
 

@@ -2,10 +2,13 @@
 
 What counts as one document:
 
-- a line of JSONL, a row of Parquet, CSV, TSV or of a Hub dataset: its text column;
+- a line of JSONL, a row of Parquet, CSV, TSV or of a Hub dataset: its text column, with its title column before it
+  where one is named; several rows in a row where `rows_per_document` says so;
 - a page (Markdown, RST, HTML) or source file: the whole file;
 - a text file in a folder: the whole file, as with pages. A text file given alone is a corpus: its documents are
   separated by blank lines if its first MiB has any, else each line is one. `text_documents` overrules both.
+
+Files of MS MARCO and of DPR's Natural Questions are read as they are distributed: `table_layout` says which.
 
 HTML goes through selectolax (the Lexbor engine, well kept, wheels for all platforms): it repairs what browsers
 repair, has CSS selectors, and takes pages to text at about 16 MB a second; the standard library's parser is event
@@ -22,8 +25,9 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +41,7 @@ CODE = set(
 )
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_MSMARCO_V2 = re.compile(r"msmarco_(passage|doc)_\d+")  # its .gz files hold JSON lines and do not say so
 _PEEK = 1 << 20
 
 
@@ -61,6 +66,8 @@ class Source:
 
     source: str
     text_column: str = "text"
+    title_column: str | None = None
+    rows_per_document: int = 1
     kind: str = "auto"
     include: str | None = None
     text_documents: str = "auto"
@@ -72,6 +79,9 @@ class Source:
     """Files of a folder that were not read, by suffix."""
 
     def __iter__(self) -> Iterator[Document | DataError]:
+        return self._items() if self.rows_per_document == 1 else self._joined(self._items())
+
+    def _items(self) -> Iterator[Document | DataError]:
         path = Path(self.source)
         if path.is_dir():
             for file in self._files(path):
@@ -82,6 +92,20 @@ class Source:
             yield from self.read_dataset(self.source)
         else:
             raise DataError(f"{self.source} does not exist, and is not the id of a Hub dataset (owner/name) either.")
+
+    def _joined(self, items: Iterable[Document | DataError]) -> Iterator[Document | DataError]:
+        """Each `rows_per_document` consecutive rows of a file as one document of as many lines."""
+        rows: list[Document] = []
+        for item in items:
+            if isinstance(item, DataError):
+                yield item
+                continue
+            if rows and (len(rows) == self.rows_per_document or _file_of(item) != _file_of(rows[0])):
+                yield _join(rows)
+                rows = []
+            rows.append(item)
+        if rows:
+            yield _join(rows)
 
     def _files(self, folder: Path) -> Iterator[Path]:
         excluded = {path.resolve() for path in self.exclude}
@@ -153,16 +177,16 @@ class Source:
         try:
             # Buffered, in small batches: a row group as a whole, or 256 rows of 50 MB each, may not fit in memory.
             with pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=_PEEK) as parquet:
-                if self.text_column not in parquet.schema_arrow.names:
-                    yield self._no_column(str(file), parquet.schema_arrow.names)
+                if missing := self._missing(parquet.schema_arrow.names):
+                    yield self._no_column(str(file), parquet.schema_arrow.names, missing)
                     return
                 number = 0
-                for batch in parquet.iter_batches(batch_size=16, columns=[self.text_column]):
-                    for value in batch.column(0):
+                for batch in parquet.iter_batches(batch_size=16, columns=self._columns):
+                    for values in zip(*(batch.column(name) for name in self._columns), strict=True):
                         number += 1
                         where = f"{file}, row {number}"
                         try:
-                            row = {self.text_column: value.as_py()}
+                            row = {name: value.as_py() for name, value in zip(self._columns, values, strict=True)}
                         except UnicodeDecodeError:  # Parquet's writers need not check
                             yield DataError(f"{where}: {_NOT_UTF8}")
                         else:
@@ -171,8 +195,6 @@ class Source:
             yield DataError(f"{file}: not a Parquet file that can be read ({error}); write or copy it again.")
 
     def _read_csv(self, file: Path, name: str, tabs: bool) -> Iterator[Document | DataError]:
-        # Tab-separated values have no quoting (IANA text/tab-separated-values); comma-separated ones do (RFC 4180).
-        dialect: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if tabs else {"strict": True}
         limit = csv.field_size_limit(2**31 - 1)  # the default, 128 KiB, is less than a long document
         try:
             with _open(file) as stream:
@@ -181,10 +203,13 @@ class Source:
                     line.decode("utf-8-sig" if not index else "utf-8", "surrogateescape")
                     for index, line in enumerate(stream)
                 )
-                rows = csv.reader(lines, **dialect)
-                header = next(rows, [])
-                if self.text_column not in header:
-                    yield self._no_column(f"{file}, line 1", header)
+                first = next(lines, "")
+                header, dialect, has_header = table_layout(first) if tabs else (None, {"strict": True}, True)
+                rows = csv.reader(lines if header and has_header else chain([first], lines), **dialect)
+                skipped = bool(header and has_header)
+                header = header or next(rows, [])
+                if missing := self._missing(header):
+                    yield self._no_column(f"{file}, line 1", header, missing)
                     return
                 while True:
                     try:
@@ -192,18 +217,20 @@ class Source:
                     except StopIteration:
                         return
                     except csv.Error as error:
-                        yield DataError(f"{file}, line {rows.line_num}: not a row of CSV ({error}); mend its quotes.")
+                        line = rows.line_num + skipped
+                        yield DataError(f"{file}, line {line}: not a row of CSV ({error}); mend its quotes.")
                         continue
-                    where = f"{file}, line {rows.line_num}"
+                    line = rows.line_num + skipped
+                    where = f"{file}, line {line}"
                     if not values:
                         continue
                     if len(values) != len(header):
                         yield DataError(
-                            f"{where}: {len(values)} fields where the header has {len(header)}; quote fields that "
-                            "hold the separator or a line break."
+                            f"{where}: {len(values)} fields where {'the header' if has_header else 'line 1'} has "
+                            f"{len(header)}; quote fields that hold the separator or a line break."
                         )
                         continue
-                    yield self._document(dict(zip(header, values, strict=True)), f"{name}:{rows.line_num}", where)
+                    yield self._document(dict(zip(header, values, strict=True)), f"{name}:{line}", where)
         finally:
             csv.field_size_limit(limit)
 
@@ -219,10 +246,10 @@ class Source:
                 f"(--dataset-config {self.dataset_config}, --dataset-split {self.dataset_split}): {error}"
             ) from error
         if rows.column_names is not None:
-            if self.text_column not in rows.column_names:
-                yield self._no_column(path, rows.column_names)
+            if missing := self._missing(rows.column_names):
+                yield self._no_column(path, rows.column_names, missing)
                 return
-            rows = rows.select_columns([self.text_column])
+            rows = rows.select_columns(self._columns)
         number = 0
         try:
             for number, row in enumerate(rows, start=1):
@@ -231,25 +258,41 @@ class Source:
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # never to be skipped: it ends here
             raise DataError(f"{path}: the stream broke off after row {number} ({error}); try again.") from error
 
+    @property
+    def _columns(self) -> list[str]:
+        return [self.text_column] if self.title_column is None else [self.title_column, self.text_column]
+
+    def _missing(self, columns: Iterable[str]) -> str | None:
+        return next((name for name in self._columns if name not in columns), None)
+
     def _document(self, row: dict[str, Any], doc_id: str, where: str) -> Document | DataError:
-        if self.text_column not in row:
-            return self._no_column(where, list(row))
-        text = row[self.text_column]
-        if text is None:
-            text = ""
-        if not isinstance(text, str):
-            return DataError(
-                f"{where}: column {self.text_column!r} holds {type(text).__name__}, not text; choose another with "
-                "--text-column."
-            )
-        if not text.isascii() and _SURROGATE.search(text):
-            return DataError(f"{where}: {_NOT_UTF8}")
+        if missing := self._missing(row):
+            return self._no_column(where, list(row), missing)
+        parts = []
+        for column in self._columns:
+            text = row[column]
+            if text is None:
+                text = ""
+            if not isinstance(text, str):
+                return DataError(
+                    f"{where}: column {column!r} holds {type(text).__name__}, not text; choose another with "
+                    f"{self._option(column)}."
+                )
+            if not text.isascii() and _SURROGATE.search(text):
+                return DataError(f"{where}: {_NOT_UTF8}")
+            parts.append(text)
+        title, text = parts if len(parts) == 2 else ("", parts[0])
+        if len(title) > 2:  # the rule of RetroMAE's authors: MS MARCO writes "-" for none
+            text = f"{title} {text}"
         return Document(doc_id, text, "code" if self.kind == "code" else "prose")
 
-    def _no_column(self, where: str, columns: list[str]) -> DataError:
+    def _option(self, column: str) -> str:
+        return "--text-column" if column == self.text_column else "--title-column"
+
+    def _no_column(self, where: str, columns: list[str], missing: str) -> DataError:
         return DataError(
-            f"{where}: no column {self.text_column!r}; choose one of {', '.join(map(repr, columns)) or '(none)'} with "
-            "--text-column."
+            f"{where}: no column {missing!r}; choose one of {', '.join(map(repr, columns)) or '(none)'} with "
+            f"{self._option(missing)}."
         )
 
     # Texts, pages and source files
@@ -299,10 +342,45 @@ class Source:
 _NOT_UTF8 = "bytes that are not UTF-8; convert the file (iconv -f ENCODING -t utf-8), or pass --on-error skip."
 
 
+def table_layout(first: str) -> tuple[list[str] | None, dict[str, Any], bool]:
+    """What the first line of a file of tab-separated values says about it.
+
+    Tab-separated values have a header and no quoting (IANA text/tab-separated-values), but for:
+
+    - MS MARCO, without a header: `collection.tsv` and `queries.*.tsv` (id, text), `msmarco-docs.tsv` (id, url, title,
+      text), and the passages with titles that RocketQA's authors made of it, `corpus.tsv` (id, title, text);
+    - DPR's `psgs_w100.tsv` (id, text, title), the passages of Natural Questions, which has CSV's quoting.
+
+    Returns:
+        The columns, `None` where the header says them; the arguments of `csv.reader`; whether there is a header.
+    """
+    plain = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+    fields = first.rstrip("\r\n").split("\t")
+    if fields == ["id", "text", "title"]:
+        return fields, {"delimiter": "\t"}, True
+    if not re.fullmatch(r"\ufeff?D?\d+", fields[0]) or fields[-1].isdigit():  # a header, or numbers as in qrels
+        return None, plain, True
+    if len(fields) in (2, 3):
+        return ["id", "title", "text"] if len(fields) == 3 else ["id", "text"], plain, False
+    if len(fields) == 4 and "://" in fields[1]:
+        return ["id", "url", "title", "text"], plain, False
+    return None, plain, True
+
+
+def _file_of(row: Document) -> str:
+    return re.sub(r":\d+$", "", row.id)
+
+
+def _join(rows: list[Document]) -> Document:
+    return rows[0]._replace(text="\n".join(row.text.rstrip("\r\n") for row in rows))
+
+
 def _suffix(file: Path) -> str:
     suffixes = [suffix.lower() for suffix in file.suffixes]
     if suffixes and suffixes[-1] == ".gz":
         suffixes.pop()
+    if not suffixes and _MSMARCO_V2.fullmatch(file.stem.lower()):
+        return ".jsonl"
     return suffixes[-1] if suffixes else ""
 
 

@@ -153,11 +153,11 @@ def test_seed_decides_split_and_order(tmp_path, corpus):
 
 
 def test_shards_are_cut_by_size(tmp_path, corpus, monkeypatch):
-    from trainers.data import prepare as module
+    from trainers.data import shards
 
     prepare(PrepareConfig(str(corpus), str(tmp_path / "one"), group_size=4))
-    monkeypatch.setattr(module, "_ROW_GROUP", 10)
-    monkeypatch.setattr(module, "_SHARD_BYTES", 30_000)
+    monkeypatch.setattr(shards, "_ROW_GROUP", 40)
+    monkeypatch.setattr(shards, "_SHARD_BYTES", 30_000)
     summary = prepare(PrepareConfig(str(corpus), str(tmp_path / "many"), group_size=4))
     names = [name for name in summary["shards"] if name.startswith("train")]
     assert len(names) > 3

@@ -42,7 +42,7 @@ def test_a_set_that_was_prepared_again_is_not_taken_from_the_cache(prepared, tmp
 def test_a_split_without_groups_is_an_error(tmp_path, write_jsonl, article):
     corpus = write_jsonl(tmp_path / "corpus.jsonl", [article(number, 30) for number in range(60)])
     prepare(PrepareConfig(str(corpus), str(tmp_path / "out"), validation_share=0))
-    with pytest.raises(DataError, match="no groups in split 'validation', only in train; .*--validation-share"):
+    with pytest.raises(DataError, match="no rows in split 'validation', only in train; .*--validation-share"):
         load_groups(tmp_path / "out", "validation")
 
 

@@ -270,3 +270,93 @@ def test_a_dataset_that_does_not_load_is_an_error(monkeypatch):
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     assert "nobody/nothing is neither a file or folder here nor a dataset" in error("nobody/nothing")
+
+
+# Titles, rows that make one document, and the files of MS MARCO and of DPR
+
+
+def test_a_title_is_put_before_the_text_unless_it_is_hardly_one(tmp_path):
+    rows = [{"title": "Title", "text": "Text."}, {"title": "-", "text": "Other."}, {"title": None, "text": "Third."}]
+    for name in ("t.jsonl", "t.parquet", "t.csv"):
+        path = write_table(tmp_path / name, rows)
+        assert texts(path, title_column="title") == ["Title Text.", "Other.", "Third."]
+        assert texts(path) == ["Text.", "Other.", "Third."]
+        message = error(path, title_column="headline")
+        assert "no column 'headline'" in message and "--title-column" in message
+
+
+def test_consecutive_rows_make_one_document(tmp_path):
+    for name in ("a.jsonl", "b.jsonl"):
+        write_table(tmp_path / name, [{"text": f"{name[0]}{index} ."} for index in range(5)])
+    (tmp_path / "c.txt").write_text("c0\nc1\nc2\n")
+    (tmp_path / "d.md").write_text("page")
+    documents = read(tmp_path, rows_per_document=2, text_documents="line")
+    assert [(document.id, document.text) for document in documents] == [
+        ("a.jsonl:1", "a0 .\na1 ."),
+        ("a.jsonl:3", "a2 .\na3 ."),
+        ("a.jsonl:5", "a4 ."),
+        ("b.jsonl:1", "b0 .\nb1 ."),
+        ("b.jsonl:3", "b2 .\nb3 ."),
+        ("b.jsonl:5", "b4 ."),
+        ("c.txt:1", "c0\nc1"),
+        ("c.txt:3", "c2"),
+        ("d.md", "page"),
+    ]
+
+
+MSMARCO = {
+    "corpus.tsv": ("0\t-\tThe presence.\n1\tManhattan\tIts bomb.\n", ["The presence.", "Manhattan Its bomb."]),
+    "msmarco-docs.tsv": (
+        "D1555982\thttp://a.de/x\tThe hippo\tIt is large.\nD301595\thttps://b.de\tChild\tA child.\n",
+        ["The hippo It is large.", "Child A child."],
+    ),
+    "psgs_w100.tsv": (
+        'id\ttext\ttitle\n1\t"Aaron ( or ; ""Ahärôn"") is a prophet."\tAaron\n2\tNo quotes, here.\t"""A"" film"\n',
+        ['Aaron Aaron ( or ; "Ahärôn") is a prophet.', '"A" film No quotes, here.'],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["corpus.tsv", "msmarco-docs.tsv", "psgs_w100.tsv"])
+@pytest.mark.parametrize("gzipped", [False, True])
+def test_distribution_files_with_titles(tmp_path, name, gzipped):
+    content, expected = MSMARCO[name]
+    path = tmp_path / (name + ".gz" * gzipped)
+    with (gzip.open if gzipped else open)(path, "wt", encoding="utf-8") as file:
+        file.write(content)
+    documents = read(path, title_column="title")
+    assert [document.text for document in documents] == expected
+    first = 2 if name == "psgs_w100.tsv" else 1
+    assert [document.id for document in documents] == [f"{path.name}:{first}", f"{path.name}:{first + 1}"]
+
+
+def test_distribution_files_without_titles(tmp_path):
+    (tmp_path / "collection.tsv").write_text('0\tThe "presence.\n1\tThe Manhattan.\n', encoding="utf-8")
+    assert read(tmp_path / "collection.tsv") == [
+        Document("collection.tsv:1", 'The "presence.', "prose"),
+        Document("collection.tsv:2", "The Manhattan.", "prose"),
+    ]
+    assert "no column 'title'; choose one of 'id', 'text'" in error(tmp_path / "collection.tsv", title_column="title")
+    (tmp_path / "collection.tsv").write_text("0\tThe presence.\n1\ta\tb\n", encoding="utf-8")
+    assert "line 2: 3 fields where line 1 has 2" in error(tmp_path / "collection.tsv")
+
+
+def test_the_second_version_of_ms_marco(tmp_path):
+    passage = {"pid": "msmarco_passage_00_0", "passage": "One.", "spans": "(0,4)", "docid": "msmarco_doc_00_0"}
+    with gzip.open(tmp_path / "msmarco_passage_00.gz", "wt") as file:
+        file.write(json.dumps(passage) + "\n")
+    assert texts(tmp_path / "msmarco_passage_00.gz", text_column="passage") == ["One."]
+    assert texts(tmp_path, text_column="passage") == ["One."]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("qrels.train.tsv", "1185869\t0\t0\t1\n"),
+        ("qidpidtriples.tsv", "1\t2\t3\n"),
+        ("top1000.tsv", "1\t2\ta b\tc d\n"),
+    ],
+)
+def test_a_table_of_numbers_holds_no_text(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    assert "no column 'text'" in error(tmp_path / name)

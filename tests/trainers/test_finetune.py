@@ -1,0 +1,383 @@
+"""Fine-tuning as a whole: each method learns, goes on exactly where it was stopped, and leaves a retriever behind."""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer
+from transformers import AutoModel, TrainerCallback
+
+from hub_cards.encoding import encode, prompts_used
+from hub_cards.export import publish
+from modeling_revela import RevelaForPreTraining
+from tests.trainers.finetune_sets import make_encoder, make_task
+from trainers import finetune as script
+from trainers.arguments import RECIPES, parse_recipe
+from trainers.finetune import DataArguments, MethodArguments, train
+from trainers.finetune_model import ModelArguments, load_model
+from trainers.finetune_trainer import FinetuneTrainingArguments, make_loss
+from trainers.hard_negatives import load_tensors
+
+CLASSES = (ModelArguments, DataArguments, MethodArguments, FinetuneTrainingArguments)
+NDCG = "eval_dev_cosine_ndcg@10"
+
+
+@pytest.fixture(scope="session")
+def encoder(tmp_path_factory):
+    return make_encoder(tmp_path_factory.mktemp("finetune") / "encoder")
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory):
+    return make_task(tmp_path_factory.mktemp("finetune") / "beir")
+
+
+@pytest.fixture(scope="session")
+def judged_task(tmp_path_factory):
+    """With two documents a query that are judged and not relevant."""
+    return make_task(tmp_path_factory.mktemp("finetune") / "beir", size=64, negatives=2)
+
+
+@pytest.fixture(scope="session")
+def finetune(encoder, task):
+    """A run of the script's `train`; options go to whichever config class has them."""
+
+    def run(output_dir, callbacks=None, **options):
+        options = {
+            "model_name_or_path": str(encoder),
+            "train_set": str(task),
+            "output_dir": str(output_dir),
+            "use_cpu": True,
+            "learning_rate": 3e-3,
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            "report_to": "none",
+        } | options
+        parts = [
+            cls(**{name: value for name, value in options.items() if name in cls.__dataclass_fields__})
+            for cls in CLASSES
+        ]
+        assert sum(len(set(options) & set(cls.__dataclass_fields__)) for cls in CLASSES) == len(options)
+        return train(*parts, callbacks=callbacks)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def dpr(finetune, tmp_path_factory):
+    """The folder of a retriever that six epochs of in-batch negatives made, and the run's log."""
+    folder = tmp_path_factory.mktemp("finetune") / "dpr"
+    trainer = finetune(
+        folder, num_train_epochs=6, eval_strategy="epoch", eval_on_start=True, document_prompt="passage : "
+    )
+    return folder, trainer.state.log_history
+
+
+def logged(log, name):
+    return [entry[name] for entry in log if name in entry]
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def assert_same(first, second):
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+class Stop(TrainerCallback):
+    """Breaks a run off after a step, as a lost machine would."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+# Each method learns
+
+
+def test_dpr_learns_from_nothing_and_leaves_a_retriever(dpr, task):
+    folder, log = dpr
+    scores = logged(log, NDCG)
+    assert len(scores) == 7 and scores[0] < 0.1 and scores[-1] > 0.4
+    model = SentenceTransformer(str(folder))
+    assert prompts_used(model) == {"query": "", "document": "passage : "}
+    assert model.similarity_fn_name == "cosine" and model[1].pooling_mode == "cls"
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["1_Pooling", "2_Normalize"]
+    assert not list(folder.rglob("*.bin")) and (folder / "finetune.json").exists()
+
+
+def test_every_weight_moves_but_what_has_no_part_in_an_embedding(dpr, encoder):
+    before, after = load_file(encoder / "model.safetensors"), weights(dpr[0])
+    assert before.keys() == after.keys()
+    still = {name for name, value in before.items() if torch.equal(value, after[name])}
+    assert still == {"pooler.dense.weight", "pooler.dense.bias"}
+
+
+def test_ance_learns_from_negatives_it_mines_in_rounds(finetune, dpr, tmp_path):
+    options = {"model_name_or_path": str(dpr[0]), "method": "ance", "num_negatives": 3, "mining_depth": 20}
+    trainer = finetune(tmp_path / "ance", max_steps=40, refresh_every=16, learning_rate=1e-3, **options)
+    assert logged(trainer.state.log_history, NDCG)[-1] > logged(dpr[1], NDCG)[-1] + 0.05
+    found = {path.stem: load_tensors(path)["negatives"] for path in (tmp_path / "ance" / "negatives").iterdir()}
+    # 180 pairs are 12 steps an epoch.
+    assert sorted(found) == sorted(
+        ["mined-0", "mined-16", "mined-32", *(f"rows-{step}" for step in (0, 12, 16, 24, 32, 36))]
+    )
+    assert not torch.equal(found["mined-0"], found["mined-16"]) and found["rows-12"].shape == (180, 3)
+    # Prompts of the retriever that was fine-tuned are kept.
+    assert prompts_used(SentenceTransformer(str(tmp_path / "ance")))["document"] == "passage : "
+    assert not list((tmp_path / "ance").glob("checkpoint-*"))
+
+
+def test_distillation_brings_the_retriever_to_its_teacher(finetune, dpr, tmp_path):
+    options = {"model_name_or_path": str(dpr[0]), "method": "distill", "num_negatives": 3, "mining_depth": 20}
+    trainer = finetune(
+        tmp_path / "out",
+        num_train_epochs=5,
+        logging_steps=6,
+        learning_rate=1e-3,
+        cross_encoder_epochs=2,
+        cross_encoder_learning_rate=1e-3,
+        cross_encoder_batch_size=16,
+        **options,
+    )
+    losses = logged(trainer.state.log_history, "loss")
+    assert losses[-1] < 0.5 * losses[0]
+    rows = load_tensors(tmp_path / "out" / "negatives" / "rows-0.safetensors")
+    assert rows["scores"].shape == (180, 4) and rows["scores"].std() > 0
+    assert (tmp_path / "out" / "cross_encoder" / "config.json").exists()
+    # What it taught is as good a teacher for another run.
+    again = finetune(tmp_path / "again", max_steps=2, teacher=str(tmp_path / "out" / "cross_encoder"), **options)
+    assert again.state.global_step == 2
+    torch.testing.assert_close(load_tensors(tmp_path / "again" / "negatives" / "rows-0.safetensors"), rows)
+
+
+def test_cross_encoder_learns_what_is_relevant(encoder, tmp_path):
+    from trainers.distillation import score_rows, train_cross_encoder
+    from trainers.finetune_data import TrainingSet
+
+    # A document is relevant if it has w0, whatever the query.
+    good, bad = [f"w0 w{number} w3" for number in range(4, 20)], [f"w1 w{number} w3" for number in range(4, 20)]
+    data = TrainingSet(
+        [f"w{number} w2" for number in range(20, 36)], good + bad, [[row] for row in range(16)], [[]] * 16
+    )
+    negatives = torch.tensor([[16 + row, 16 + (row + 1) % 16] for row in range(16)], dtype=torch.int32)
+    args = FinetuneTrainingArguments(
+        output_dir=str(tmp_path / "x"), use_cpu=True, report_to="none", disable_tqdm=True, logging_steps=5
+    )
+    options = {"epochs": 10, "learning_rate": 3e-3, "batch_size": 4, "max_length": 32}
+    model = train_cross_encoder(str(encoder), tmp_path / "teacher", data, negatives, args, **options)
+    scores = score_rows(model, data, negatives, batch_size=8)
+    assert (scores[:, :1] > scores[:, 1:] + 1).all()
+    # What is there is read, not trained again.
+    read = train_cross_encoder(str(encoder), tmp_path / "teacher", data, negatives, args, **options)
+    torch.testing.assert_close(score_rows(read, data, negatives, batch_size=8), scores)
+
+
+# What must make no difference
+
+
+def test_grad_cache_gives_the_gradients_of_the_whole_batch(encoder):
+    texts = {"query": [f"w{number}" for number in range(12)], "positive": [f"w{number} w1" for number in range(12)]}
+    grads = []
+    for cached in (0, 5):
+        model = load_model(ModelArguments(str(encoder))).eval()
+        loss = make_loss(model, "dpr", grad_cache_batch_size=cached)
+        loss([model.preprocess(column) for column in texts.values()], None).backward()
+        grads.append({name: value.grad for name, value in model.named_parameters() if value.grad is not None})
+    assert grads[0].keys() == grads[1].keys()
+    for name, value in grads[0].items():
+        torch.testing.assert_close(grads[1][name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("lora_r", [0, 4])
+def test_a_run_that_broke_off_goes_on_exactly(finetune, dpr, tmp_path, lora_r):
+    options = {
+        "model_name_or_path": str(dpr[0]),
+        "method": "ance",
+        "num_negatives": 2,
+        "mining_depth": 10,
+        "refresh_every": 5,
+        "max_steps": 15,
+        "lora_r": lora_r,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+    }
+    whole = finetune(tmp_path / "whole", **options)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(tmp_path / "broken", callbacks=[Stop(8)], **options)
+    assert not (tmp_path / "broken" / "modules.json").exists()
+    # From within a round, and from the end of one, where the model of the checkpoint has yet to mine; here, and into
+    # another folder.
+    finetune(tmp_path / "broken", resume_from_checkpoint="true", **options)
+    assert_same(weights(tmp_path / "whole"), weights(tmp_path / "broken"))
+    for file in (tmp_path / "whole" / "negatives").glob("*-10.safetensors"):
+        file.rename(file.with_suffix(".aside"))
+    resumed = finetune(tmp_path / "other", resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-10"), **options)
+    assert_same(weights(tmp_path / "whole"), weights(tmp_path / "other"))
+    assert logged(resumed.state.log_history, "loss") == logged(whole.state.log_history, "loss")
+    with pytest.raises(ValueError, match=r"had method .*'num_negatives': 2.*resume it as it was"):
+        finetune(tmp_path / "whole", resume_from_checkpoint="true", **options | {"num_negatives": 3})
+    with pytest.raises(FileExistsError, match="holds an earlier run"):
+        finetune(tmp_path / "whole", **options)
+
+
+def test_given_negatives_are_drawn_anew_each_epoch(finetune, judged_task, tmp_path):
+    finetune(tmp_path / "out", train_set=str(judged_task), num_negatives=1, num_train_epochs=2)
+    rows = [load_tensors(tmp_path / "out" / "negatives" / f"rows-{step}.safetensors")["negatives"] for step in (0, 3)]
+    assert rows[0].shape == (48, 1) and not torch.equal(*rows)
+
+
+# What comes out
+
+
+def test_lora_is_merged_into_what_is_left(finetune, dpr, tmp_path):
+    trainer = finetune(
+        tmp_path / "out",
+        model_name_or_path=str(dpr[0]),
+        lora_r=4,
+        max_steps=6,
+        save_strategy="steps",
+        save_steps=6,
+        load_best_model_at_end=True,
+        eval_strategy="steps",
+        eval_steps=3,
+    )
+    before, after = weights(dpr[0]), weights(tmp_path / "out")
+    assert before.keys() == after.keys()
+    moved = {name for name, value in before.items() if not torch.equal(value, after[name])}
+    assert moved == {name for name in before if re.search(r"(query|key|value|dense)\.weight$", name)} - {
+        "pooler.dense.weight"
+    }
+    texts = ["bato w1", "cula w2 w3"]
+    reloaded = SentenceTransformer(str(tmp_path / "out"))
+    torch.testing.assert_close(encode(reloaded, texts, "query"), encode(trainer.model, texts, "query"))
+    # A checkpoint holds the adapters as peft reads them.
+    from peft import PeftModel
+
+    adapted = PeftModel.from_pretrained(AutoModel.from_pretrained(dpr[0]), tmp_path / "out" / "checkpoint-6")
+    base = SentenceTransformer(str(dpr[0]))
+    base[0].model = adapted.merge_and_unload()
+    torch.testing.assert_close(encode(base, texts, "query"), encode(reloaded, texts, "query"))
+
+
+def test_published_retriever_keeps_its_doors(finetune, tiny_lm_folder, tmp_path):
+    from transformers import AutoTokenizer
+
+    from hub_cards.eos_tokenizer import append_eos
+
+    model = RevelaForPreTraining.from_backbones(str(tiny_lm_folder), str(tiny_lm_folder))
+    (tmp_path / "published").mkdir()
+    tokenizer = append_eos(AutoTokenizer.from_pretrained(tiny_lm_folder))
+    publish(model, tokenizer, tmp_path / "published", torch.float32)
+    out = tmp_path / "out"
+    finetune(out, model_name_or_path=str(tmp_path / "published"), max_steps=2, query_prompt="q: ", max_length=48)
+    record = json.loads((out / "config.json").read_text())["revela"]
+    assert record == {"pooling": "eos", "query_prompt": "q: ", "document_prompt": "passage: ", "max_length": 48}
+    texts = ["the river", "a boat at the bridge " * 20]
+    stock = SentenceTransformer(str(out))
+    assert type(stock[0].auto_model).__name__ == "LlamaModel"
+    ours = AutoModel.from_pretrained(out, trust_remote_code=True)
+    for side in ("query", "document"):
+        expected = encode(stock, texts, side)
+        torch.testing.assert_close(getattr(ours, f"encode_{side}")(texts), expected, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(
+        weights(out)["layers.0.mlp.up_proj.weight"], weights(tmp_path / "published")["layers.0.mlp.up_proj.weight"]
+    )
+
+
+def test_plain_decoder_is_pooled_at_the_eos_its_tokenizer_appends(tiny_lm_folder):
+    model = load_model(ModelArguments(str(tiny_lm_folder), pooling="eos", similarity="dot"))
+    features = model.preprocess(["the river", "boats"])
+    last = features["attention_mask"].sum(1) - 1
+    assert (features["input_ids"].gather(1, last[:, None]) == model.tokenizer.eos_token_id).all()
+    assert model[1].pooling_mode == "lasttoken" and len(model) == 2 and model.similarity_fn_name == "dot"
+
+
+# What is wrong is said
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "dual"}, "No method 'dual': choose one of dpr, ance, distill"),
+        ({"method": "ance", "num_negatives": 0}, "`num_negatives` must be 1 or more for ance"),
+        ({"method": "ance", "mining_depth": 2}, "`mining_depth` 2 leaves too few"),
+        ({"temperature": 0.0}, "`temperature` must be above 0"),
+        ({"pooling": "max"}, "No pooling 'max'"),
+        ({"similarity": "euclidean"}, "No similarity 'euclidean'"),
+        ({"per_device_train_batch_size": 999, "dataloader_drop_last": True}, "180 pairs are too few for one batch"),
+        ({"method": "ance", "num_negatives": 240, "mining_depth": 240}, "240 documents, too few for 240 negatives"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(finetune, tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        finetune(tmp_path / "out", **options)
+
+
+def test_models_and_folders_that_cannot_be_are_refused(finetune, dpr, tmp_path, task):
+    (tmp_path / "pretrained").mkdir()
+    (tmp_path / "pretrained" / "config.json").write_text('{"model_type": "retromae"}')
+    with pytest.raises(ValueError, match="pre-training checkpoint: publish its encoder with `revela-hub export"):
+        finetune(tmp_path / "out", model_name_or_path=str(tmp_path / "pretrained"))
+    with pytest.raises(ValueError, match="has a pooling of its own"):
+        finetune(tmp_path / "out", model_name_or_path=str(dpr[0]), pooling="mean")
+    with pytest.raises(ValueError, match="nowhere does not load as an encoder or retriever"):
+        finetune(tmp_path / "out", model_name_or_path=str(tmp_path / "nowhere"))
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "model.safetensors").touch()
+    with pytest.raises(FileExistsError, match="no fine-tuning run"):
+        finetune(tmp_path / "foreign", overwrite_output=True)
+    with pytest.raises(FileNotFoundError, match="no checkpoint to resume from"):
+        finetune(tmp_path / "out", resume_from_checkpoint="true")
+    (tmp_path / "rows.jsonl").write_text('{"query": "w1", "positive": "w2"}\n' * 2)
+    with pytest.raises(ValueError, match="nothing to evaluate on"):
+        finetune(tmp_path / "out", train_set=str(tmp_path / "rows.jsonl"), eval_strategy="epoch")
+
+
+def test_help_teaches_each_option(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as stopped:
+        script.main(["--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert "accelerate launch trainers/finetune.py" in text and "mines hard negatives with the model itself" in text
+    words = " ".join(text.split())
+    for cls in CLASSES[:3]:
+        for field in cls.__dataclass_fields__.values():
+            assert text.count(f"\n  --{field.name} ") == 1 and field.metadata["help"] in words, field.name
+
+
+RECIPE_FILES = sorted(RECIPES.glob("finetune-*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPE_FILES, ids=lambda path: path.stem)
+def test_recipes_hold_the_settings_that_they_name(path, monkeypatch):
+    text = path.read_text(encoding="utf-8")
+    assert re.match(r"# Tables? [2-5]", text) and f"revela-hub train finetune {path.stem} --" in text
+    overrides = ["--train_set", "x", "--fp16", "false", "--use_cpu", "true"]
+    if "\nmodel_name_or_path" not in text:
+        overrides += ["--model_name_or_path", "x"]
+    model, data, method, training = parse_recipe(CLASSES, [str(path), *overrides])
+    method.check()
+    assert path.stem.endswith(method.method) and training.output_dir == f"runs/{path.stem}"
+    assert method.temperature == 1.0 and 8 * training.per_device_train_batch_size == 128
+    if method.method == "dpr":
+        assert (model.pooling, model.similarity) == ("cls", "dot")
+    else:
+        # The chain: each begins where the one before it ended.
+        assert model.model_name_or_path.removeprefix("runs/") in {other.stem for other in RECIPE_FILES}
+
+
+def test_recipes_cover_the_tables_of_fine_tuning():
+    titles = " ".join(path.read_text(encoding="utf-8").splitlines()[0] for path in RECIPE_FILES)
+    assert len(RECIPE_FILES) == 5 and all(number in titles for number in "2345")

@@ -1,0 +1,308 @@
+"""What the trainers of both methods share: transformers' Trainer with checkpoints written whole, and averaged logs."""
+
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from transformers import Trainer, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints, speed_metrics
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
+
+from hub_cards.eos_tokenizer import save_tokenizer
+
+# Where a checkpoint is written before it gets its name.
+_STAGING = ".saving"
+
+
+@dataclass
+class PretrainingArguments(TrainingArguments):
+    """transformers' own arguments, with the defaults and the folder handling of both methods."""
+
+    model_type: ClassVar[str]
+    """What the config of a checkpoint of the method says."""
+
+    learning_rate: float = field(default=1e-4, metadata={"help": "Peak learning rate."})
+    logging_steps: float = field(default=10, metadata={"help": "Log every so many optimisation steps."})
+    remove_unused_columns: bool = field(
+        default=False, metadata={"help": "Keep False: the collator reads the prepared set's own columns."}
+    )
+    metric_for_best_model: str | None = field(
+        default=None,
+        metadata={"help": "What load_best_model_at_end goes by; eval_sibling_ndcg_at_10, if left out."},
+    )
+    overwrite_output: bool = field(
+        default=False, metadata={"help": "Delete what an earlier run left in output_dir instead of refusing to start."}
+    )
+
+    def __post_init__(self):
+        picks_best = self.load_best_model_at_end or self.save_strategy == SaveStrategy.BEST
+        if picks_best and self.metric_for_best_model is None:
+            # transformers' own default, the loss, is none of what `evaluate` measures for Revela.
+            self.metric_for_best_model = "eval_sibling_ndcg_at_10"
+        super().__post_init__()
+
+
+class PretrainingTrainer(Trainer):
+    """
+    transformers' Trainer for a method of ours.
+
+    A subclass says what a step adds to the log (`_add`), what an evaluation measures (`_measure`) and which tokenizers
+    a checkpoint holds (`_tokenizers`). Logged besides, over the steps since the last log: `tokens_per_second`.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._sums: dict[str, torch.Tensor] = {}
+        self._counts: dict[str, int | torch.Tensor] = {}
+        self._tokens, self._since = 0, None
+        self._staging: Path | None = None
+        if self.args.n_gpu > 1:
+            # DataParallel would cut the rows of a batch between the GPUs: groups apart, and counts that no longer fit.
+            raise ValueError(
+                f"One process sees {self.args.n_gpu} GPUs: start one a GPU with `accelerate launch --multi_gpu` or "
+                "`revela-hub train`, or set CUDA_VISIBLE_DEVICES to one of them."
+            )
+
+    # What a step logs
+
+    def _start_clock(self) -> None:
+        if self._since is None:
+            self._since = time.perf_counter()
+
+    def _add(self, name: str, value: torch.Tensor, count: int | torch.Tensor = 1) -> None:
+        """Take a sum over `count` things into the mean that is logged next."""
+        self._sums[name] = self._sums.get(name, 0.0) + value.float()
+        self._counts[name] = self._counts.get(name, 0) + count
+
+    def _log_parts(self) -> dict[str, float]:
+        """What a subclass logs at each log besides the means."""
+        return {}
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs and self._sums:
+            names = sorted(self._sums)
+            sums = torch.stack([self._sums[name] for name in names])
+            counts = torch.stack([torch.as_tensor(self._counts[name], device=sums.device).float() for name in names])
+            means = self.accelerator.reduce(sums, reduction="sum") / self.accelerator.reduce(counts, reduction="sum")
+            logs.update(zip(names, means.tolist(), strict=True))
+            seconds = time.perf_counter() - self._since
+            logs["tokens_per_second"] = self._tokens * self.accelerator.num_processes / max(seconds, 1e-9)
+            logs.update(self._log_parts())
+            self._sums, self._counts, self._tokens, self._since = {}, {}, 0, None
+        super().log(logs, start_time)
+
+    # Evaluation without labels
+
+    def _measure(self, model, rows) -> dict[str, float]:
+        """What an evaluation of held-out rows measures, by name; called in eval mode, under training's autocast."""
+        raise NotImplementedError
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Measures without labels, on held-out rows; see `hub_cards.validation`."""
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        start = time.time()
+        model = self.accelerator.unwrap_model(self.model)
+        was_training = model.training
+        model.eval()
+        # The forward pass that accelerate wrapped has the autocast of the training; the embedding alone has not.
+        with self.accelerator.autocast():
+            measured = self._measure(model, rows)
+        model.train(was_training)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
+        metrics.update(speed_metrics(metric_key_prefix, start, num_samples=len(rows)))
+        if self._since is not None:
+            self._since += time.time() - start
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _batches(self, rows) -> Iterator[dict[str, torch.Tensor]]:
+        """The collator's batches of held-out rows, on the device."""
+        step = self.args.per_device_eval_batch_size
+        for first in range(0, len(rows), step):
+            batch = [rows[index] for index in range(first, min(first + step, len(rows)))]
+            yield self._prepare_inputs(self.data_collator(batch))
+
+    @torch.no_grad()
+    def _embed(self, embed, tokenizer, max_length: int, texts: list[str], batch_size: int = 32) -> torch.Tensor:
+        """(N, d) embeddings of N texts, on the CPU; `embed` takes (B, L) ids and attention mask, longest first."""
+        order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
+        embeddings = [None] * len(texts)
+        for first in range(0, len(order), batch_size):
+            chosen = order[first : first + batch_size]
+            batch = tokenizer(
+                [texts[index] for index in chosen],
+                padding=True,
+                truncation=True,
+                max_length=max_length,
+                return_tensors="pt",
+            ).to(self.args.device)
+            for index, embedding in zip(chosen, embed(batch["input_ids"], batch["attention_mask"]), strict=True):
+                embeddings[index] = embedding.float().cpu()
+        return torch.stack(embeddings)
+
+    # A whole run
+
+    def run(self, resume_from_checkpoint: str | None) -> None:
+        """Train, or go on with an earlier run; the last state is left in the output folder itself."""
+        self.train(resume_from_checkpoint=resume_from_checkpoint)
+        self.save_model()
+        self.save_state()
+        if self.args.push_to_hub:
+            self.push_to_hub()
+
+    # Checkpoints: written beside and renamed, so that what looks like a checkpoint is one
+
+    def _get_output_dir(self, trial) -> str:
+        return super()._get_output_dir(trial) if self._staging is None else str(self._staging)
+
+    def _save_checkpoint(self, model, trial) -> None:
+        run = Path(self._get_output_dir(trial))
+        target = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        earlier_best = self.state.best_model_checkpoint
+        self._begin_staging(run)
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            staged, self._staging = self._staging / target.name, None
+        self.accelerator.wait_for_everyone()
+        # transformers looked for the best checkpoint beside the staged one. It may have been measured but not saved.
+        best = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+        self.state.best_model_checkpoint = str(best) if best == target or best.is_dir() else earlier_best
+        if self.args.should_save:
+            self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
+            _replace(staged, target)
+            shutil.rmtree(run / _STAGING, ignore_errors=True)
+            rotate_checkpoints(
+                output_dir=str(run),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=False,
+            )
+        self.accelerator.wait_for_everyone()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As in transformers, but each file is moved to its place when all are written, the config last."""
+        if self._staging is not None:
+            super().save_model(output_dir, _internal_call=True)
+            return
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        self._begin_staging(folder)
+        try:
+            super().save_model(str(self._staging), _internal_call=True)
+        finally:
+            staged, self._staging = self._staging, None
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            for path in sorted(staged.iterdir(), key=lambda path: path.name == CONFIG_NAME):
+                _replace(path, folder / path.name)
+            staged.rmdir()
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _begin_staging(self, folder: Path) -> None:
+        self._staging = folder / _STAGING
+        if self.args.should_save:
+            shutil.rmtree(self._staging, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+
+    def _tokenizers(self) -> dict:
+        """The tokenizers of a checkpoint by their folder in it."""
+        raise NotImplementedError
+
+    def _save(self, output_dir=None, state_dict=None) -> None:
+        super()._save(output_dir, state_dict)
+        if not self.args.should_save:
+            return
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        for name, tokenizer in self._tokenizers().items():
+            save_tokenizer(tokenizer, folder / name)
+        # The Trainer pickles its arguments; a checkpoint of ours holds no pickle that anyone would have to trust.
+        (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+        arguments = json.dumps(self.args.to_sanitized_dict(), indent=2, sort_keys=True, default=str)
+        (folder / "training_args.json").write_text(arguments + "\n", encoding="utf-8")
+
+
+def _replace(source: Path, target: Path) -> None:
+    """Move a file or folder to where another may be."""
+    if target.is_dir():
+        shutil.rmtree(target)
+    os.replace(source, target)
+
+
+def last_checkpoint(args: PretrainingArguments) -> str | None:
+    """
+    The checkpoint to resume from, after a look at what the output folder holds.
+
+    Returns:
+        A path, or `None` for a fresh start. `--resume_from_checkpoint true` takes the newest one; a path, that one.
+
+    Raises:
+        FileExistsError: if the folder holds another run that is neither resumed nor to be overwritten, or a model
+            that no run wrote.
+        FileNotFoundError: if there is nothing to resume from.
+    """
+    folder = Path(args.output_dir)
+    checkpoints = {
+        int(match[1]): path
+        for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        if (match := re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name))
+    }
+    resume = str(args.resume_from_checkpoint or "false")
+    if resume.lower() in ("true", "last"):
+        whole = [number for number, path in checkpoints.items() if _can_resume(path)]
+        if not whole:
+            raise FileNotFoundError(f"{folder} holds no checkpoint to resume from: leave resume_from_checkpoint out.")
+        return str(checkpoints[max(whole)])
+    if resume.lower() != "false":
+        if not _can_resume(Path(resume)):
+            raise FileNotFoundError(
+                f"{resume} is no checkpoint to resume from, as it lacks {TRAINER_STATE_NAME} or the state of the "
+                "random numbers: name a checkpoint-N folder, or pass true for the newest in output_dir."
+            )
+        return resume
+    weights = list(folder.glob("model*.safetensors"))
+    ours = _model_type(folder) == args.model_type
+    if weights and not ours:
+        name = {"revela": "Revela", "retromae": "RetroMAE"}[args.model_type]
+        raise FileExistsError(f"{folder} holds a model that is no {name} run: choose another --output_dir.")
+    if checkpoints or weights:
+        if not args.overwrite_output:
+            raise FileExistsError(
+                f"{folder} holds an earlier run. Pass --resume_from_checkpoint true to go on with it, "
+                "--overwrite_output true to delete it, or another --output_dir."
+            )
+        if args.should_save:
+            # What else lies there is the user's. Files of the model that stay are written again under their names.
+            old = [*checkpoints.values(), folder / _STAGING]
+            if ours:
+                old += [*weights, *(folder / name for name in (SAFE_WEIGHTS_INDEX_NAME, CONFIG_NAME))]
+                old += [folder / TRAINER_STATE_NAME, folder / "training_args.json"]
+            for path in old:
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+    return None
+
+
+def _can_resume(checkpoint: Path) -> bool:
+    # Without the optimizer's state, as in an output folder or with save_only_model, Trainer would begin a new one.
+    return (checkpoint / TRAINER_STATE_NAME).exists() and any(checkpoint.glob("rng_state*.pth"))
+
+
+def _model_type(folder: Path) -> str | None:
+    config = folder / CONFIG_NAME
+    return json.loads(config.read_text(encoding="utf-8")).get("model_type") if config.exists() else None
+
+
+__all__ = ["PretrainingArguments", "PretrainingTrainer", "last_checkpoint"]

@@ -1,0 +1,183 @@
+"""The retriever that is fine-tuned: from an encoder or a published folder, perhaps with LoRA, and back to a folder."""
+
+import inspect
+import json
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.models import Normalize, Pooling
+from sentence_transformers.util import is_sentence_transformer_model
+from torch import nn
+
+import modeling_revela.modeling_revela as remote_code
+from hub_cards.encoding import prompts_used
+from hub_cards.eos_tokenizer import append_eos, save_tokenizer
+
+STAGING = ".saving"
+_POOLING = {"cls": "cls", "mean": "mean", "eos": "lasttoken"}
+
+
+@dataclass
+class ModelArguments:
+    """What is trained. A sentence-transformers folder brings pooling, prompts and similarity along."""
+
+    model_name_or_path: str = field(
+        metadata={"help": "An encoder, or a retriever in sentence-transformers' form: Hub id or folder."}
+    )
+    pooling: str | None = field(
+        default=None, metadata={"help": "cls, mean or eos (last token; for decoders). For a plain encoder: cls."}
+    )
+    similarity: str | None = field(
+        default=None, metadata={"help": "cosine or dot. For a plain encoder: cosine; the paper's code has dot."}
+    )
+    query_prompt: str | None = field(
+        default=None, metadata={"help": "Put before a query; the retriever's own, if left out."}
+    )
+    document_prompt: str | None = field(
+        default=None, metadata={"help": "Put before a document; the retriever's own, if left out."}
+    )
+    max_length: int | None = field(
+        default=None, metadata={"help": "Tokens a text may have; the retriever's own, if left out."}
+    )
+    lora_r: int = field(default=0, metadata={"help": "LoRA rank; 0 trains all weights."})
+    lora_alpha: int | None = field(default=None, metadata={"help": "LoRA alpha; the rank, if left out."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout on the adapters."})
+    dtype: str = field(
+        default="float32",
+        metadata={"help": "Precision of the weights in memory; keep float32 and use --bf16 for fast products."},
+    )
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that the model's repository carries."})
+
+
+def load_model(arguments: ModelArguments) -> SentenceTransformer:
+    """
+    The retriever to train: a sentence-transformers model as it is, or a plain encoder with pooling on top.
+
+    Raises:
+        ValueError: for a pre-training checkpoint, which is exported first, an unknown pooling or similarity, and a
+            model that does not load.
+    """
+    name = arguments.model_name_or_path
+    config = Path(name) / "config.json"
+    kind = json.loads(config.read_text(encoding="utf-8")).get("model_type") if config.is_file() else None
+    if kind in ("revela", "retromae"):
+        raise ValueError(
+            f"{name} is a pre-training checkpoint: publish its encoder with `revela-hub export {name} OUT`, and "
+            "fine-tune OUT."
+        )
+    if arguments.pooling not in (None, *_POOLING):
+        raise ValueError(f"No pooling {arguments.pooling!r}: choose one of {', '.join(_POOLING)}.")
+    if arguments.similarity not in (None, "cosine", "dot"):
+        raise ValueError(f"No similarity {arguments.similarity!r}: choose cosine or dot.")
+    options = {"dtype": getattr(torch, arguments.dtype)}
+    is_retriever = is_sentence_transformer_model(name)
+    if is_retriever and arguments.pooling is not None:
+        raise ValueError(f"{name} has a pooling of its own: leave `pooling` out.")
+    try:
+        model = SentenceTransformer(name, trust_remote_code=arguments.trust_remote_code, model_kwargs=options)
+    except Exception as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ValueError(f"{name} does not load as an encoder or retriever: {reason}") from error
+    if not is_retriever:
+        model = _with_pooling(model, arguments.pooling or "cls", arguments.similarity or "cosine")
+    elif arguments.similarity is not None:
+        model.similarity_fn_name = arguments.similarity
+    if model.tokenizer.pad_token is None:
+        model.tokenizer.pad_token = model.tokenizer.eos_token
+    prompts = prompts_used(model)
+    given = {"query": arguments.query_prompt, "document": arguments.document_prompt}
+    model.prompts = model.prompts | {side: prompts[side] if text is None else text for side, text in given.items()}
+    if arguments.max_length is not None:
+        model.max_seq_length = arguments.max_length
+    if arguments.lora_r:
+        alpha = arguments.lora_r if arguments.lora_alpha is None else arguments.lora_alpha
+        lora = LoraConfig(
+            r=arguments.lora_r,
+            lora_alpha=alpha,
+            lora_dropout=arguments.lora_dropout,
+            target_modules="all-linear",
+            task_type="FEATURE_EXTRACTION",
+        )
+        inject_adapter_in_model(lora, model[0].auto_model)
+    return model
+
+
+def _with_pooling(model: SentenceTransformer, pooling: str, similarity: str) -> SentenceTransformer:
+    """A plain encoder, for which sentence-transformers chose mean or last-token pooling, with the one asked for."""
+    if pooling == "eos":
+        # Its name since sentence-transformers 6, and before.
+        name = "processor" if hasattr(model[0], "processor") else "tokenizer"
+        setattr(model[0], name, append_eos(model.tokenizer))
+    size = model[0].auto_model.config.get_text_config().hidden_size
+    modules = [model[0], Pooling(size, _POOLING[pooling])]
+    if similarity == "cosine":
+        modules.append(Normalize())
+    return SentenceTransformer(modules=modules, similarity_fn_name=similarity)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether LoRA's layers are in the model."""
+    return any(isinstance(module, BaseTunerLayer) for module in model.modules())
+
+
+def merge_adapters(model: SentenceTransformer) -> None:
+    """Add LoRA's products to the weights below and take the adapters out, in place."""
+
+    def merge(module: nn.Module) -> None:
+        for name, child in module.named_children():
+            if isinstance(child, BaseTunerLayer):
+                child.merge(safe_merge=True)
+                setattr(module, name, child.get_base_layer())
+            else:
+                merge(child)
+
+    merge(model)
+    del model[0].auto_model.peft_config
+
+
+def save_result(model: SentenceTransformer, folder: str | os.PathLike) -> None:
+    """
+    Write the retriever as a sentence-transformers folder; `modules.json`, which makes it one, comes last.
+
+    Prompts, pooling, similarity and length are the model's. A published Revela retriever keeps its `revela` record,
+    brought up to date, and the code that the record is for, so that it opens by all its doors as before.
+    """
+    folder = Path(folder)
+    staging = folder / STAGING
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    _update_record(model)
+    model.save_pretrained(str(staging))
+    save_tokenizer(model.tokenizer, staging)
+    if getattr(model[0].auto_model.config, "revela", None) is not None:
+        for file in Path(inspect.getfile(remote_code)).parent.glob("*.py"):
+            if file.name != "__init__.py":
+                shutil.copy(file, staging / file.name)
+    for path in sorted(staging.iterdir(), key=lambda path: path.name == "modules.json"):
+        target = folder / path.name
+        if target.is_dir():
+            shutil.rmtree(target)
+        os.replace(path, target)
+    staging.rmdir()
+
+
+def _update_record(model: SentenceTransformer) -> None:
+    config = model[0].auto_model.config
+    if getattr(config, "revela", None) is None:
+        return
+    prompts = prompts_used(model)
+    config.revela = {
+        **config.revela,
+        "query_prompt": prompts["query"],
+        "document_prompt": prompts["document"],
+        "max_length": model.max_seq_length,
+    }
+
+
+__all__ = ["STAGING", "ModelArguments", "has_adapters", "load_model", "merge_adapters", "save_result"]
