@@ -12,6 +12,10 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import ModelOutput
 
 from .configuration_revela import RevelaConfig
+
+# The next two for transformers 5.6 alone, which copies of a checkpoint's code only what this file itself imports.
+from .in_batch_attention import InBatchContext  # noqa: F401
+from .linear_cross_entropy import linear_cross_entropy  # noqa: F401
 from .modeling_revela_lm import (
     RevelaCausalLMOutput,
     RevelaForCausalLM,

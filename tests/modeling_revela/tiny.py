@@ -60,14 +60,15 @@ def make_lm(
     for name, value in changes.items():
         setattr(config, name, value)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 and "norm" in name and name.endswith("weight"):
                 parameter += 0.2 * torch.randn_like(parameter)
             else:
                 parameter.normal_(0.0, 0.25)
-    return model.eval()
+    # Drawn in float32: what a generator gives in half precision differs between releases of torch.
+    return model.to(dtype).eval()
 
 
 def make_chunks(lengths: Sequence[int], seed: int = 0) -> list[torch.Tensor]:
