@@ -23,6 +23,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 from modeling_revela import RevelaForCausalLM
+from trainers.base_trainer import keep_freed_memory
 
 LENGTH, VOCABULARY, TEMPERATURE = 160, 32_000, 1e-4
 
@@ -92,6 +93,7 @@ def ours(input_ids: torch.Tensor, weights: torch.Tensor):
 
 def measure(way: str, chunks: int, spread: float, repeats: int, bf16: bool) -> dict:
     """Fastest of `repeats` steps after a first one; seconds, peak resident memory in GB, losses."""
+    keep_freed_memory()  # as our trainers do on a CPU, for both ways alike
     input_ids = torch.randint(VOCABULARY, (chunks, LENGTH), generator=torch.Generator().manual_seed(2))
     weights = make_weights(chunks, spread).requires_grad_()
     step, model = {"ours": ours, "authors": authors_way}[way](input_ids, weights)

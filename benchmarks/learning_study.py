@@ -116,8 +116,10 @@ def run_contrastive(minutes: float, seed: int, out: Path) -> None:
     from sentence_transformers import SentenceTransformerTrainingArguments as Arguments
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
+    from trainers.base_trainer import keep_freed_memory
     from trainers.data.prepared import load_groups, mix_groups
 
+    keep_freed_memory()  # as our trainer does
     base = out.parent / f"demo-{minutes:g}-{seed}"
     if not (base / "result.json").exists():
         run_setting("demo", minutes, seed, base)

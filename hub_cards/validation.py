@@ -46,8 +46,7 @@ def sibling_groups(rows: Iterable[Mapping]) -> list[dict]:
     groups = []
     for (source, doc_id), texts in documents.items():
         if len(texts) == 1:
-            half = first_part(texts[0])
-            texts = [part for part in (half, texts[0].strip()[len(half) :].strip()) if part]
+            texts = _halves(texts[0])
         groups.append({"texts": texts, "doc_ids": [doc_id] * len(texts), "source": source})
     return groups
 
@@ -65,6 +64,27 @@ def first_part(text: str, ratio: float = 0.5) -> str:
     return text[words[0].start() : words[int(keep) - 1].end()]
 
 
+def _halves(text: str) -> list[str]:
+    half = first_part(text)
+    return [part for part in (half, text.strip()[len(half) :].strip()) if part]
+
+
+def _with_siblings(groups: list[Mapping]) -> list[Mapping]:
+    """The groups, each chunk cut in two halves where every document is a single chunk, as posts and titles are."""
+    chunks: dict[tuple, set[str]] = {}
+    for group in groups:
+        for text, doc_id in zip(group["texts"], group["doc_ids"], strict=True):
+            chunks.setdefault((group.get("source"), doc_id), set()).add(text)
+    if any(len(texts) > 1 for texts in chunks.values()):
+        return groups
+    return [
+        {"texts": parts, "doc_ids": [doc_id] * len(parts), "source": group.get("source")}
+        for group in groups
+        for text, doc_id in zip(group["texts"], group["doc_ids"], strict=True)
+        if (parts := _halves(text))
+    ]
+
+
 def sibling_retrieval(
     groups: Iterable[Mapping],
     encode_query: Callable[[list[str]], object],
@@ -78,7 +98,8 @@ def sibling_retrieval(
     """How well the first part of a chunk finds the other chunks of its document among all held-out chunks.
 
     The chunk itself is left out of the ranking. Chunks of identical text count as one, which belongs to every
-    document that holds it. Chunks whose document has no other chunk here are candidates but not queries.
+    document that holds it. Chunks whose document has no other chunk here are candidates but not queries; where that is
+    so of all, each chunk is cut in two halves that are to find each other.
 
     Args:
         groups: rows of a prepared set: `texts` (list of str), `doc_ids` (list of str, as long) and, where several
@@ -99,7 +120,7 @@ def sibling_retrieval(
     owners: dict[str, set] = {}
     members: dict[tuple, set] = {}
     num_read = 0
-    for group in groups:
+    for group in _with_siblings(list(groups)):
         for text, doc_id in zip(group["texts"], group["doc_ids"], strict=True):
             document = (group.get("source"), doc_id)
             owners.setdefault(text, set()).add(document)
@@ -116,8 +137,8 @@ def sibling_retrieval(
     queries = [position for position, others in enumerate(siblings) if others]
     if not queries:
         raise ValueError(
-            f"None of the {len(texts)} held-out chunks has a second chunk of its document beside it, so sibling "
-            "retrieval has no query; hold out more or longer documents."
+            f"None of the {len(texts)} held-out chunks has a second chunk of its document beside it, or can be cut in "
+            "two, so sibling retrieval has no query; hold out more or longer documents."
         )
     num_without_sibling = len(texts) - len(queries)
     if num_queries is not None and num_queries < len(queries):

@@ -188,7 +188,7 @@ class _BlockedPairs(torch.autograd.Function):
         (B, H_kv, R·L, D): for each chunk the weighted sum over its pairs.
     """
 
-    BLOCK_ELEMENTS = 2**18  # of the attention maps of a block
+    BLOCK_ELEMENTS = 2**19  # of the attention maps of a block; fewer leave a thread idle
 
     @staticmethod
     def blocks(query: torch.Tensor, key: torch.Tensor, in_batch: InBatchContext):
@@ -223,23 +223,30 @@ class _BlockedPairs(torch.autograd.Function):
         query = query * ctx.scaling
         grad_query, grad_key, grad_value = (torch.zeros_like(states) for states in (query, key, value))
         grad_weights = torch.zeros_like(pair_weights)
+        norms = value[..., -1:] if in_batch.v_norm else None
+        values = value[..., :-1].contiguous() if in_batch.v_norm else value
         for row, columns, pairs, maps in _BlockedPairs.blocks(query, key, in_batch):
-            values, weights = value[columns], pair_weights[pairs, None, None, None]
-            outputs, factor = _weigh(maps @ values, weights, in_batch)
-            # Of the factor that a query's output is scaled with: <grad, output>.
-            grad_factor = (grad_output[row] * outputs).sum(-1, keepdim=True).to(weights.dtype)
-            # `grads` is d loss / d (maps V), `row_sum` its product with maps V, which a softmax's gradient takes off.
-            grads = grad_output[row] * factor.to(maps.dtype)
-            row_sum = factor * grad_factor
+            weights = pair_weights[pairs, None, None, None]
+            # `factor` is what a query's output is scaled with.
+            factor = weights
             if in_batch.v_norm:
-                # The factor is weight / (length + eps), so row_sum is all but cancelled: what remains is eps.
-                grad_lengths = -factor * factor * grad_factor / weights
-                grads = torch.cat((grads, grad_lengths.to(maps.dtype)), dim=-1)
-                grad_factor = grad_factor * factor / weights
-                row_sum = grad_factor * factor * in_batch.v_norm_eps
-            grad_weights[pairs] = grad_factor.sum((1, 2, 3))
+                lengths = (maps @ norms[columns]).to(weights.dtype) + in_batch.v_norm_eps
+                factor = weights / lengths
+            grads = grad_output[row] * factor.to(maps.dtype)
+            # d loss / d maps, short of what comes by `lengths`; with the maps it gives <d loss / d output, output>.
+            grad_maps = grads @ values[columns].transpose(-1, -2)
+            products = (maps * grad_maps).sum(-1, keepdim=True, dtype=weights.dtype)
+            grad_weights[pairs] = products.sum((1, 2, 3)) / weights.flatten()
+            # A softmax's gradient takes `products` off. With V-normalisation that and what comes by `lengths` are one
+            # term, for to scale a row of the maps would change nothing but for eps.
+            if in_batch.v_norm:
+                grad_lengths = (products / lengths).to(maps.dtype)
+                shift = (norms[columns] + in_batch.v_norm_eps).transpose(-1, -2)
+                grad_scores = grad_maps.addcmul_(shift, grad_lengths, value=-1).mul_(maps)
+                grads = torch.cat((grads, -grad_lengths), dim=-1)
+            else:
+                grad_scores = grad_maps.sub_(products.to(maps.dtype)).mul_(maps)
             grad_value.index_add_(0, columns, maps.transpose(-1, -2) @ grads)
-            grad_scores = (grads @ values.transpose(-1, -2)).sub_(row_sum.to(maps.dtype)).mul_(maps)
             grad_query[row] += (grad_scores @ key[columns]).sum(0)
             grad_key.index_add_(0, columns, grad_scores.transpose(-1, -2) @ query[row])
         return grad_query * ctx.scaling, grad_key, grad_value, grad_weights, None, None, None

@@ -85,7 +85,7 @@ def test_command_runs_from_the_wheel_alone(installed, tmp_path):
     assert len(listed.splitlines()) == len(list((ROOT / "trainers" / "recipes").glob("*.yaml")))
 
 
-def test_wheel_prepares_text_beside_a_folder_of_the_same_name(installed, tmp_path):
+def test_wheel_does_each_job_beside_a_folder_of_the_same_name(installed, tiny_lm_folder, tmp_path):
     # What lies where the user stands must not win over the package.
     (tmp_path / "trainers").mkdir()
     (tmp_path / "trainers" / "__init__.py").write_text("raise ImportError('this is not the package')\n")
@@ -93,10 +93,15 @@ def test_wheel_prepares_text_beside_a_folder_of_the_same_name(installed, tmp_pat
     for number in range(8):
         lines = [f"Document {number} says in sentence {line} something of its own." for line in range(60)]
         (tmp_path / "text" / f"{number}.txt").write_text("\n".join(lines))
-    options = ("--group-size", 4, "--validation-share", 0)
+    options = ("--group-size", 4, "--validation-share", 0.2)
     installed("revela-hub", "prepare", "text", "--out", "prepared", *options, cwd=tmp_path)
     assert list((tmp_path / "prepared").glob("train-*.parquet"))
-    assert "--train_sets" in installed("revela-hub", "train", "revela", "--help", cwd=tmp_path)
+    run = ("--train_sets", "prepared", "--output_dir", "run", "--max_steps", 1, "--report_to", "none")
+    recipe = ("small-run", "--retriever_name_or_path", tiny_lm_folder, "--lm_name_or_path", tiny_lm_folder)
+    installed("revela-hub", "train", "revela", *recipe, *run, cwd=tmp_path)
+    installed("revela-hub", "export", "run", "retriever", cwd=tmp_path)
+    assert "nDCG@10" in installed("revela-hub", "evaluate", "retriever", "--groups", "prepared", cwd=tmp_path)
+    assert "Document" in installed("revela-hub", "search", "retriever", "text", "something of its own", cwd=tmp_path)
 
 
 def test_each_import_is_declared_as_a_dependency():

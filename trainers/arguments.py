@@ -1,9 +1,14 @@
 """A recipe (YAML) plus command-line overrides -> dataclasses."""
 
+import os
+import re
 import sys
+import traceback
 from argparse import SUPPRESS, ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
+from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
@@ -16,6 +21,8 @@ def parse_recipe(
 ) -> tuple:
     """
     Parse `[RECIPE.yaml | recipe name] [--field value ...]`; the command line wins over the recipe.
+
+    `--field null` gives a field that may be `None` that value, whatever the recipe says.
 
     Args:
         dataclasses: the config classes, whose fields are the options.
@@ -39,8 +46,9 @@ def parse_recipe(
     for action in parser._actions:
         if action.option_strings[0].startswith("--no_"):
             action.help = SUPPRESS  # the same help again; `--field false` says it as well
-    if argv and not argv[0].startswith("-"):
-        argv = _as_options(parser, read_recipe(argv.pop(0))) + argv
+    recipe = read_recipe(argv.pop(0)) if argv and not argv[0].startswith("-") else {}
+    nulls, argv = _take_nulls(dataclasses, argv)
+    argv = _as_options(parser, recipe | dict.fromkeys(nulls)) + argv
     *parsed, rest = parser.parse_args_into_dataclasses(
         args=argv, look_for_args_file=False, return_remaining_strings=True
     )
@@ -49,6 +57,42 @@ def parse_recipe(
         near = get_close_matches(rest[0].partition("=")[0], names, n=1)
         parser.error(f"no option {rest[0]}" + (f"; did you mean {near[0]}?" if near else ": see --help."))
     return tuple(parsed)
+
+
+def _take_nulls(dataclasses: tuple[type, ...], argv: list[str]) -> tuple[list[str], list[str]]:
+    """The fields that a command line sets to null, and what else it says; only of fields that may be `None`."""
+    hints = {name: hint for kind in dataclasses for name, hint in get_type_hints(kind).items()}
+    nulls, rest = [], []
+    for argument in (word for option in argv for word in _split_null(option)):
+        name = rest[-1].removeprefix("--").replace("-", "_") if rest and rest[-1].startswith("--") else ""
+        if argument == "null" and type(None) in get_args(hints.get(name)):
+            nulls.append(name)
+            rest.pop()
+        else:
+            rest.append(argument)
+    return nulls, rest
+
+
+def _split_null(argument: str) -> list[str]:
+    return argument.split("=") if re.fullmatch(r"--[\w-]+=null", argument) else [argument]
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """
+    Run a script's `main`; an error that our code raises, or the file system, ends it with one line and status 2.
+
+    What other packages raise keeps its traceback, and so does all with REVELA_DEBUG=1.
+    """
+    try:
+        main()
+    except (ValueError, OSError, ImportError) as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        raised_by = frame.f_globals.get("__name__", "").partition(".")[0]
+        ours = raised_by in ("__main__", "trainers", "hub_cards", "modeling_revela", "modeling_retromae")
+        if os.environ.get("REVELA_DEBUG") or not (ours or isinstance(error, OSError)):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 class _Formatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
@@ -102,4 +146,4 @@ def read_recipe(name: str) -> dict:
     return recipe
 
 
-__all__ = ["RECIPES", "parse_recipe", "read_recipe"]
+__all__ = ["RECIPES", "parse_recipe", "read_recipe", "run_script"]

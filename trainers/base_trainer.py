@@ -1,9 +1,11 @@
 """What the trainers of both methods share: transformers' Trainer with checkpoints written whole, and averaged logs."""
 
+import ctypes
 import json
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -60,6 +62,8 @@ class PretrainingTrainer(Trainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        if self.args.device.type == "cpu":
+            keep_freed_memory()
         self._sums: dict[str, torch.Tensor] = {}
         self._counts: dict[str, int | torch.Tensor] = {}
         self._tokens, self._since = 0, None
@@ -232,6 +236,19 @@ class PretrainingTrainer(Trainer):
         (folder / "training_args.json").write_text(arguments + "\n", encoding="utf-8")
 
 
+def keep_freed_memory() -> None:
+    """
+    Have glibc keep what is freed instead of giving it back to the system, for the rest of the process.
+
+    Training frees and asks for the same large tensors at each step, and on a CPU up to a quarter of the time goes
+    into the page faults of fresh memory (benchmarks/in_batch_attention.md). Nothing happens with another C library.
+    """
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        trim_threshold, mmap_max = -1, -4  # as in malloc.h
+        libc.mallopt(trim_threshold, 2**31 - 1)
+        libc.mallopt(mmap_max, 0)
+
+
 def _replace(source: Path, target: Path) -> None:
     """Move a file or folder to where another may be."""
     if target.is_dir():
@@ -305,4 +322,4 @@ def _model_type(folder: Path) -> str | None:
     return json.loads(config.read_text(encoding="utf-8")).get("model_type") if config.exists() else None
 
 
-__all__ = ["PretrainingArguments", "PretrainingTrainer", "last_checkpoint"]
+__all__ = ["PretrainingArguments", "PretrainingTrainer", "keep_freed_memory", "last_checkpoint"]

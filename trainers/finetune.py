@@ -30,7 +30,7 @@ from datasets import Dataset
 from transformers import set_seed
 
 from hub_cards.encoding import prompts_used
-from trainers.arguments import parse_recipe
+from trainers.arguments import parse_recipe, run_script
 from trainers.distillation import load_cross_encoder, score_rows, train_cross_encoder
 from trainers.finetune_data import DevelopmentSet, has_development_set, load_development_set, load_training_set
 from trainers.finetune_model import ModelArguments, load_model, merge_adapters, save_result
@@ -398,4 +398,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -18,7 +18,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
 from modeling_retromae import RetroMAEForPreTraining
-from trainers.arguments import parse_recipe
+from trainers.arguments import parse_recipe, run_script
 from trainers.base_trainer import last_checkpoint
 from trainers.data.masking import RetroMAECollator
 from trainers.data.prepared import load_sequences, mix_groups
@@ -177,4 +177,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, set_seed
 
 from hub_cards.eos_tokenizer import append_eos
 from modeling_revela import RevelaForPreTraining
-from trainers.arguments import parse_recipe
+from trainers.arguments import parse_recipe, run_script
 from trainers.base_trainer import last_checkpoint
 from trainers.data.collator import GroupCollator
 from trainers.data.prepared import load_groups, mix_groups
@@ -256,4 +256,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -95,8 +95,19 @@ def test_standardised_sibling_retrieval_repairs_a_shared_direction():
 def test_nothing_to_ask_is_an_error():
     with pytest.raises(ValueError, match="hold no chunk"):
         sibling_retrieval([], on_circle, on_circle)
-    with pytest.raises(ValueError, match="None of the 3 held-out chunks has a second chunk"):
-        sibling_retrieval(GROUPS[:1], on_circle, on_circle)
+    with pytest.raises(ValueError, match="None of the 2 held-out chunks has a second chunk"):
+        sibling_retrieval([{"texts": ["a", "b"], "doc_ids": ["1", "2"]}], on_circle, on_circle)
+
+
+def test_chunks_that_all_stand_alone_are_cut_in_halves_that_find_each_other():
+    def encode(texts):
+        return torch.eye(3)[[("red", "green", "blue").index(text.split()[0]) for text in texts]]
+
+    colours = ("red", "green", "blue")
+    rows = [{"texts": [f"{c} one two {c} three end" for c in colours], "doc_ids": ["1", "2", "3"]}]
+    found = sibling_retrieval(rows, encode, encode)
+    assert (found["num_chunks"], found["num_queries"], found["num_without_sibling"]) == (6, 6, 0)
+    assert found["ndcg_at_10"] == 1
 
 
 @pytest.mark.parametrize(

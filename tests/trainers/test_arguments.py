@@ -1,16 +1,21 @@
 """Recipes and command lines become the config dataclasses, or an error that names the field."""
 
 import dataclasses
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import trainers.revela as script
-from trainers.arguments import RECIPES, parse_recipe, read_recipe
+from trainers.arguments import RECIPES, parse_recipe, read_recipe, run_script
 from trainers.revela import DataArguments, ModelArguments
 from trainers.revela_trainer import RevelaTrainingArguments
 
+ROOT = Path(__file__).resolve().parents[2]
 CLASSES = (ModelArguments, DataArguments, RevelaTrainingArguments)
 NEEDED = ("--retriever_name_or_path", "a", "--output_dir", "b", "--use_cpu", "true")
 
@@ -91,6 +96,28 @@ def test_command_line_wins_over_recipe_in_each_form(recipe):
     )
     assert (model.temperature, model.v_norm, data.train_sets, data.max_length) == (0.5, False, ["three"], 7)
     assert (training.save_steps, training.bf16) == (5, False)
+
+
+@pytest.mark.parametrize("words", [("--lm_learning_rate", "null"), ("--lm-learning-rate=null",)])
+def test_null_on_the_command_line_takes_back_what_the_recipe_sets(recipe, words):
+    text = "lm_learning_rate: 1e-3\ntrain_weights: [1, 2]\nquery_prompt: a"
+    model, data, training = parse(recipe(text), *words, "--train_weights", "null", "--query_prompt", "null")
+    assert training.lm_learning_rate is None and data.train_weights is None
+    assert model.query_prompt == "null"  # a field that is never None takes the word
+
+
+def test_script_ends_with_one_line_for_our_errors_and_a_traceback_for_others(tmp_path):
+    def run(*words, **environment):
+        command = [sys.executable, str(ROOT / "trainers" / "revela.py"), *map(str, words)]
+        return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+
+    needed = ("--retriever_name_or_path", tmp_path, "--output_dir", tmp_path / "out", "--use_cpu", "true")
+    done = run(*needed, "--train_sets", tmp_path / "nowhere")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith("error: ") and "nowhere" in done.stderr
+    assert "Traceback" in run(*needed, "--train_sets", tmp_path / "nowhere", REVELA_DEBUG="1").stderr
+    with pytest.raises(ValueError, match="Expecting value"):
+        run_script(lambda: json.loads("no JSON"))
 
 
 def test_shipped_recipe_is_found_by_name_with_and_without_ending(tmp_path, monkeypatch):
