@@ -49,6 +49,7 @@ from trainers.finetune_trainer import (
 from trainers.hard_negatives import (
     MiningOptions,
     draw_negatives,
+    is_written,
     load_tensors,
     mine,
     pad_negatives,
@@ -236,7 +237,7 @@ class Finetuning:
         if not self.num_negatives:
             return self.rows(None)
         path = self.folder / NEGATIVES / f"rows-{start}.safetensors"
-        if not path.exists():
+        if not is_written(path):
             negatives = draw_negatives(self._candidates(start), self.data, self.num_negatives, [self.args.seed, start])
             tensors = {"negatives": negatives}
             if self.method.method == "distill":
@@ -251,7 +252,7 @@ class Finetuning:
             return pad_negatives(self.data.negatives)
         mined_at = start // self.refresh * self.refresh if self.refresh else 0
         path = self.folder / NEGATIVES / f"mined-{mined_at}.safetensors"
-        if not path.exists():
+        if not is_written(path):
             if mined_at != start:
                 raise FileNotFoundError(f"{path} is gone, and with it what the run was trained on: start it anew.")
             method = self.method

@@ -166,6 +166,13 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
     state.wait_for_everyone()
 
 
+def is_written(path: Path) -> bool:
+    """Whether `path` is there, asked by all processes before any of them goes on to write it."""
+    there = path.exists()
+    PartialState().wait_for_everyone()
+    return there
+
+
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """What `save_tensors` wrote."""
     return load_file(path)
@@ -202,4 +209,13 @@ def _encode_share(model, texts: list[str], side: str, batch_size: int, state: Pa
     return spread(len(texts), compute, state)
 
 
-__all__ = ["MiningOptions", "draw_negatives", "load_tensors", "mine", "pad_negatives", "save_tensors", "spread"]
+__all__ = [
+    "MiningOptions",
+    "draw_negatives",
+    "is_written",
+    "load_tensors",
+    "mine",
+    "pad_negatives",
+    "save_tensors",
+    "spread",
+]
