@@ -301,7 +301,7 @@ class RevelaModel(PreTrainedModel):
     _supports_flash_attn = True
     _supports_attention_backend = True
 
-    def __init__(self, config: PreTrainedConfig):
+    def __init__(self, config: PreTrainedConfig, backbone: PreTrainedModel | None = None):
         super().__init__(config)
         settings = getattr(config, "revela", None)
         if settings is None:
@@ -310,7 +310,9 @@ class RevelaModel(PreTrainedModel):
                 "that `revela-hub export` wrote."
             )
         self.settings = dict(settings)
-        self.backbone = AutoModel.from_config(config, dtype=torch.get_default_dtype())
+        if backbone is None:
+            backbone = AutoModel.from_config(config, dtype=torch.get_default_dtype(), trust_remote_code=False)
+        self.backbone = backbone
         self._tokenizer = None
         self.post_init()
 
@@ -321,7 +323,13 @@ class RevelaModel(PreTrainedModel):
             names = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
             options = {name: kwargs[name] for name in names if name in kwargs}
             config = AutoConfig.from_pretrained(pretrained_model_name_or_path, **options)
-        return super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
+        # The stock class reads its own weights, whether they were saved with a head (RetroMAE's masked LM) or not.
+        kwargs["trust_remote_code"] = False
+        found = AutoModel.from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
+        backbone, *info = found if isinstance(found, tuple) else (found,)
+        model = cls(config, backbone=backbone).eval()
+        model.name_or_path = str(pretrained_model_name_or_path)
+        return (model, *info) if info else model
 
     def save_pretrained(self, save_directory, *args, **kwargs):
         """Write the stock backbone's weights and config, which any `AutoModel` reads, and this code beside them."""
