@@ -254,6 +254,9 @@ def export_checkpoint(
     adapter_only: Annotated[
         bool, typer.Option("--adapter-only", help="Write the LoRA adapter alone, for peft, as the authors release it.")
     ] = False,
+    pooling: Annotated[
+        str | None, typer.Option(help="RetroMAE: cls or mean, instead of what it was trained with.")
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="Precision of the written weights: float32, bfloat16, float16.")
     ] = "float32",
@@ -265,7 +268,8 @@ def export_checkpoint(
     """Turn a checkpoint into a retriever that anyone loads.
 
     OUT is a sentence-transformers folder with the adapter merged into the stock backbone: SentenceTransformer(OUT) and
-    AutoModel.from_pretrained(OUT) give the same embeddings, without this package.
+    AutoModel.from_pretrained(OUT) give the same embeddings, without this package. RetroMAE's is its encoder, whose
+    masked-LM head AutoModelForMaskedLM finds there too.
 
     \b
     revela-hub export run/ retriever/
@@ -273,7 +277,8 @@ def export_checkpoint(
     """
     from hub_cards.export import export
 
-    export(checkpoint, out, adapter_only=adapter_only, dtype=dtype, max_length=max_length, overwrite=overwrite)
+    options = {"dtype": dtype, "max_length": max_length, "overwrite": overwrite}
+    export(checkpoint, out, adapter_only=adapter_only, pooling=pooling, **options)
     typer.echo(f"Wrote {out}")
 
 

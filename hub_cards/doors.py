@@ -1,0 +1,116 @@
+"""The files of a published folder: stock weights, tokenizer, and what makes each of its doors open."""
+
+import inspect
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import modeling_revela.modeling_revela as remote_code
+from hub_cards.eos_tokenizer import save_tokenizer
+
+_POOLING = {"eos": "lasttoken", "cls": "cls_token", "mean": "mean_tokens"}
+
+
+def write_doors(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    pooling: str,
+    query_prompt: str = "",
+    document_prompt: str = "",
+    dtype: torch.dtype,
+    max_length: int,
+) -> None:
+    """
+    Write a retriever for `SentenceTransformer`, `AutoModel` (stock class) and `AutoModel` with `trust_remote_code`.
+
+    Args:
+        model: a stock model, with or without a masked-LM head; its config gets the record of how it embeds.
+        tokenizer: its own; it gets `model_max_length`.
+        folder: is there, and empty.
+        pooling: `"eos"`, `"cls"` or `"mean"`.
+        query_prompt, document_prompt: put before a text of either side.
+        dtype: of the written weights.
+        max_length: tokens a text may have; less where the model or its tokenizer takes fewer.
+    """
+    model = model.to(dtype)
+    max_length = min(max_length, tokenizer.model_max_length, _positions(model) or max_length)
+    # One record of how the embedding is made; sentence-transformers' files below say the same in its own terms.
+    model.config.revela = {
+        "pooling": pooling,
+        "query_prompt": query_prompt,
+        "document_prompt": document_prompt,
+        "max_length": max_length,
+    }
+    model.config.auto_map = {"AutoModel": "modeling_revela.RevelaModel"}
+    tokenizer.model_max_length = max_length
+    model.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+    _write_sentence_transformers_files(model.config, folder)
+    _write_for_older_releases(folder)
+    for file in Path(inspect.getfile(remote_code)).parent.glob("*.py"):
+        if file.name != "__init__.py":
+            shutil.copy(file, folder / file.name)
+
+
+def _positions(model: PreTrainedModel) -> int | None:
+    """How many tokens a model has positions for; RoBERTa's table counts from behind the padding token's."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    table = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
+    padding = getattr(table, "padding_idx", None)
+    return positions if positions is None or padding is None else positions - padding - 1
+
+
+def _write_sentence_transformers_files(config, folder: Path) -> None:
+    # In the names of its releases up to 5, which 6 and the servers read as well; what 6 writes, they do not.
+    modules = [
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}
+        for index, (name, path) in enumerate(
+            (("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize"))
+        )
+    ]
+    record = config.revela
+    pooling = {"word_embedding_dimension": config.get_text_config().hidden_size, "include_prompt": True}
+    pooling |= {f"pooling_mode_{name}": name == _POOLING[record["pooling"]] for name in _POOLING.values()}
+    settings = {
+        "prompts": {"query": record["query_prompt"], "document": record["document_prompt"]},
+        "default_prompt_name": None,
+        "similarity_fn_name": "cosine",
+    }
+    _write_json(folder / "modules.json", modules)
+    _write_json(folder / "1_Pooling" / "config.json", pooling)
+    _write_json(folder / "2_Normalize" / "config.json", {})
+    _write_json(folder / "sentence_bert_config.json", {"max_seq_length": record["max_length"], "do_lower_case": False})
+    _write_json(folder / "config_sentence_transformers.json", settings)
+
+
+def _write_for_older_releases(folder: Path) -> None:
+    """Say in the files of transformers 5 also what releases before it, and servers in other languages, look for."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    rope = config.get("rope_parameters") or {}
+    if "rope_theta" in rope:
+        # Without it they take 10,000, in silence.
+        config["rope_theta"] = rope["rope_theta"]
+        if rope.get("rope_type", "default") != "default":
+            config["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
+        _write_json(path, config)
+    path = folder / "tokenizer_config.json"
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    if tokenizer.get("tokenizer_class") == "TokenizersBackend":
+        tokenizer["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(tokenizer.get("extra_special_tokens"), list):
+        tokenizer["additional_special_tokens"] = tokenizer.pop("extra_special_tokens")
+    _write_json(path, tokenizer)
+
+
+def _write_json(path: Path, value: dict | list) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+__all__ = ["write_doors"]
