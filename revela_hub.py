@@ -292,7 +292,8 @@ def evaluate_models(
         list[str] | None,
         typer.Option(
             help="A local folder in BEIR's format (corpus.jsonl, queries.jsonl, qrels/test.tsv), or the name of an "
-            "mteb task or benchmark: NanoBEIR, CoIR, BRIGHT, SciFact. Names may be given several times."
+            "mteb task or benchmark: NanoBEIR, CoIR, BRIGHT, SciFact, or retromae-beir for MS MARCO, NQ and the other sets "
+            "of RetroMAE's Table 1. Names may be given several times."
         ),
     ] = None,
     groups: Annotated[
@@ -325,7 +326,7 @@ def evaluate_models(
         int, typer.Option(min=2, help="With --groups: tokens a chunk may have for the retrieval gain, as in training.")
     ] = 160,
 ) -> None:
-    """Measure retrievers side by side: nDCG@10, MRR@10, Recall@10 and @100.
+    """Measure retrievers side by side: nDCG@10, MRR@10, Recall@10, @50, @100 and @1000.
 
     \b
     revela-hub evaluate retriever/ --task beir-folder/ --baseline sentence-transformers/all-MiniLM-L6-v2

@@ -23,12 +23,14 @@ METRIC_PATH = Path(__file__).parent / "retrieval_metric"
 TITLES = {
     "ndcg_at_10": "nDCG@10",
     "mrr_at_10": "MRR@10",
-    "recall_at_10": "Recall@10",
-    "recall_at_100": "Recall@100",
+    "recall_at_10": "R@10",
+    "recall_at_50": "R@50",
+    "recall_at_100": "R@100",
+    "recall_at_1000": "R@1000",
     "retrieval_gain": "gain",
     "mean_cosine": "mean cosine",
 }
-TOP_K = 100
+TOP_K = 1000
 
 Models = str | SentenceTransformer | Sequence[str | SentenceTransformer] | Mapping[str, str | SentenceTransformer]
 
@@ -45,7 +47,7 @@ def evaluate(
     split: str = "test",
     show: bool = True,
 ) -> dict:
-    """Measures nDCG@10, MRR@10, Recall@10 and Recall@100 of several retrievers on the same task.
+    """Measures nDCG@10, MRR@10 and Recall@10, 50, 100 and 1000 of several retrievers on the same task.
 
     Texts go through `encode_query` and `encode_document`, so each model's saved prompts, pooling and maximal length
     apply; the search is exact. A document that is the query itself (same id and text, not judged) is left out.
@@ -53,7 +55,7 @@ def evaluate(
     Args:
         models: sentence-transformers models: folders, Hub ids or loaded ones; or a mapping from the name to show.
         task: a folder in BEIR's format (`corpus.jsonl`, `queries.jsonl`, `qrels/test.tsv`), or the name (or names) of
-            mteb tasks or benchmarks, such as "NanoBEIR", "CoIR", "BRIGHT", "SciFact", or mteb task objects.
+            mteb tasks or benchmarks, such as "NanoBEIR", "CoIR", "BRIGHT", "SciFact", or mteb task objects; "retromae-beir" is RetroMAE's Table 1.
         baselines: models to compare with, shown above `models`.
         standardise: models to show (also) with embeddings standardised per dimension by the corpus: the free baseline
             that training must beat. Local folders only.

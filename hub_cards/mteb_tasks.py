@@ -2,6 +2,7 @@
 
 import difflib
 import time
+import warnings
 from collections.abc import Sequence
 from functools import cache
 
@@ -18,12 +19,17 @@ except ImportError as error:
     ) from error
 
 
+RETROMAE = "retromae-beir"
+# Of the 18 sets of RetroMAE's Table 1 these may not be passed on by others, so mteb has none of them.
+_NOT_IN_MTEB = ("BioASQ", "Signal-1M", "TREC-NEWS", "Robust04")
+
+
 def resolve(names: Sequence) -> tuple[str, list]:
     """Looks up tasks and benchmarks.
 
     Args:
-        names: task names ("SciFact"), benchmark names or aliases ("NanoBEIR", "CoIR", "BRIGHT", "MTEB(eng, v2)"), or
-            mteb task objects.
+        names: task names ("SciFact"), benchmark names or aliases ("NanoBEIR", "CoIR", "BRIGHT", "MTEB(eng, v2)"), mteb
+            task objects, or "retromae-beir": MS MARCO (dev), NQ and the sets of RetroMAE's Table 1.
 
     Returns:
         A name for the whole, and the task objects. Of a benchmark only the retrieval tasks.
@@ -35,6 +41,13 @@ def resolve(names: Sequence) -> tuple[str, list]:
     for name in names:
         if isinstance(name, mteb.AbsTask):
             found, label = [name], name.metadata.name
+        elif str(name).lower() == RETROMAE:
+            found, label = list(mteb.get_benchmark("BEIR").tasks), RETROMAE
+            warnings.warn(
+                f"{RETROMAE} leaves out {', '.join(_NOT_IN_MTEB)}, which mteb does not have: get them from their "
+                "owners, and evaluate them as local folders.",
+                stacklevel=2,
+            )
         elif (benchmark := _benchmarks().get(str(name).lower())) is not None:
             found = [task for task in benchmark.tasks if _is_retrieval(task)]
             label = benchmark.name
@@ -81,6 +94,7 @@ def evaluate_task(model, task, batch_size: int, progress: bool) -> dict:
     results = []
     for member in members:
         preloaded = member.data_loaded
+        member.k_values = sorted({*member.k_values, *(int(name.rpartition("_")[2]) for name in MEASURES)})
         try:
             member.load_data()
         except Exception as error:

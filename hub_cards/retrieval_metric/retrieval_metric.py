@@ -1,4 +1,4 @@
-"""nDCG@10, MRR@10, Recall@10 and Recall@100 as an `evaluate` metric, computed by `ir_measures`.
+"""nDCG@10, MRR@10 and Recall@10, 50, 100 and 1000 as an `evaluate` metric, computed by `ir_measures`.
 
 This file is self-contained, because `evaluate.load` copies it alone into its cache.
 """
@@ -10,10 +10,14 @@ import evaluate
 import ir_measures
 from ir_measures import RR, R, nDCG
 
-MEASURES = {"ndcg_at_10": nDCG @ 10, "mrr_at_10": RR @ 10, "recall_at_10": R @ 10, "recall_at_100": R @ 100}
+MEASURES = {
+    "ndcg_at_10": nDCG @ 10,
+    "mrr_at_10": RR @ 10,
+    **{f"recall_at_{depth}": R @ depth for depth in (10, 50, 100, 1000)},
+}
 
 _DESCRIPTION = """
-Retrieval quality of ranked lists: nDCG@10 (linear gain, log2 discount, as trec_eval), MRR@10, Recall@10, Recall@100,
+Retrieval quality of ranked lists: nDCG@10 (linear gain, log2 discount, as trec_eval), MRR@10, Recall@10, 50, 100, 1000,
 each the mean over the queries that have at least one relevant document. Computed by `ir_measures`.
 """
 
@@ -27,10 +31,10 @@ Args:
         1 and above = relevant, with the grade as the gain of nDCG.
 
 Returns:
-    `ndcg_at_10`, `mrr_at_10`, `recall_at_10`, `recall_at_100` (floats in 0..1), `num_queries` (queries averaged
-    over) and `num_without_relevant` (queries left out, since no ranking of theirs can be right or wrong).
+    `ndcg_at_10`, `mrr_at_10`, `recall_at_10`, `recall_at_50`, `recall_at_100`, `recall_at_1000` (floats in 0..1),
+    `num_queries` (queries averaged over) and `num_without_relevant` (queries left out, since no ranking of theirs can be right or wrong).
 
-Equal scores are ranked by document id, larger id first (the rule of trec_eval), the same for all four measures.
+Equal scores are ranked by document id, larger id first (the rule of trec_eval), the same for all measures.
 
 Example:
     >>> metric = evaluate.load("path/to/hub_cards/retrieval_metric")
@@ -59,7 +63,7 @@ def score_run(run: Mapping[str, Mapping[str, float]], qrels: Mapping[str, Mappin
         qrels: query id -> document id -> relevance; 1 and above is relevant.
 
     Returns:
-        The four measures as floats in 0..1, `num_queries` and `num_without_relevant`.
+        The measures as floats in 0..1, `num_queries` and `num_without_relevant`.
 
     Raises:
         ValueError: if no query has a relevant document, or a score is NaN.

@@ -122,3 +122,11 @@ def test_an_unknown_name_suggests_near_ones(tiny_model, name, near):
 def test_other_kinds_of_task_are_refused():
     with pytest.raises(ValueError, match="STS12 is no text retrieval task"):
         resolve(["STS12"])
+
+
+def test_sets_of_retromaes_table_are_one_name_and_those_that_are_missing_are_named():
+    with pytest.warns(UserWarning, match="leaves out BioASQ, Signal-1M, TREC-NEWS, Robust04"):
+        label, tasks = resolve(["RetroMAE-BEIR"])
+    names = {task.metadata.name: task.metadata.eval_splits for task in tasks}
+    assert label == "retromae-beir" and len(names) == 15
+    assert names["MSMARCO"] == ["dev"] and names["NQ"] == ["test"] and "Touche2020" in names

@@ -8,7 +8,7 @@ import evaluate
 import pytest
 
 from hub_cards.evaluation import METRIC_PATH
-from hub_cards.retrieval_metric.retrieval_metric import score_run
+from hub_cards.retrieval_metric.retrieval_metric import MEASURES, score_run
 
 
 def discount(rank: int) -> float:
@@ -33,7 +33,9 @@ def test_cutoffs():
     assert scores["ndcg_at_10"] == pytest.approx(discount(10) / best)
     assert scores["mrr_at_10"] == pytest.approx(1 / 10)
     assert scores["recall_at_10"] == pytest.approx(1 / 4)
+    assert scores["recall_at_50"] == pytest.approx(2 / 4)
     assert scores["recall_at_100"] == pytest.approx(3 / 4)
+    assert scores["recall_at_1000"] == 1
     assert score_run(run, {"q": {"d011": 1}})["mrr_at_10"] == 0
 
 
@@ -62,7 +64,7 @@ def test_query_without_relevant_document_is_left_out():
 
 def test_query_missing_from_the_run_scores_zero():
     scores = score_run({"q1": {"a": 1.0}}, {"q1": {"a": 1}, "q2": {"a": 1}})
-    assert [scores[name] for name in ("ndcg_at_10", "mrr_at_10", "recall_at_10", "recall_at_100")] == [0.5] * 4
+    assert [scores[name] for name in MEASURES] == [0.5] * 6
     assert scores["num_queries"] == 2
     assert score_run({"q1": {}}, {"q1": {"a": 1}})["ndcg_at_10"] == 0
 
