@@ -292,8 +292,8 @@ def evaluate_models(
         list[str] | None,
         typer.Option(
             help="A local folder in BEIR's format (corpus.jsonl, queries.jsonl, qrels/test.tsv), or the name of an "
-            "mteb task or benchmark: NanoBEIR, CoIR, BRIGHT, SciFact, or retromae-beir for MS MARCO, NQ and the other sets "
-            "of RetroMAE's Table 1. Names may be given several times."
+            "mteb task or benchmark: NanoBEIR, CoIR, BRIGHT, SciFact, or retromae-beir for MS MARCO, NQ and the other "
+            "sets of RetroMAE's Table 1. Names may be given several times."
         ),
     ] = None,
     groups: Annotated[

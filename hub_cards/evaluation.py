@@ -55,7 +55,8 @@ def evaluate(
     Args:
         models: sentence-transformers models: folders, Hub ids or loaded ones; or a mapping from the name to show.
         task: a folder in BEIR's format (`corpus.jsonl`, `queries.jsonl`, `qrels/test.tsv`), or the name (or names) of
-            mteb tasks or benchmarks, such as "NanoBEIR", "CoIR", "BRIGHT", "SciFact", or mteb task objects; "retromae-beir" is RetroMAE's Table 1.
+            mteb tasks or benchmarks, such as "NanoBEIR", "CoIR", "BRIGHT", "SciFact", "retromae-beir", or mteb
+            task objects.
         baselines: models to compare with, shown above `models`.
         standardise: models to show (also) with embeddings standardised per dimension by the corpus: the free baseline
             that training must beat. Local folders only.

@@ -17,8 +17,8 @@ MEASURES = {
 }
 
 _DESCRIPTION = """
-Retrieval quality of ranked lists: nDCG@10 (linear gain, log2 discount, as trec_eval), MRR@10, Recall@10, 50, 100, 1000,
-each the mean over the queries that have at least one relevant document. Computed by `ir_measures`.
+Retrieval quality of ranked lists: nDCG@10 (linear gain, log2 discount, as trec_eval), MRR@10, and Recall@10, 50, 100
+and 1000, each the mean over the queries that have at least one relevant document. Computed by `ir_measures`.
 """
 
 _KWARGS_DESCRIPTION = """
@@ -32,7 +32,8 @@ Args:
 
 Returns:
     `ndcg_at_10`, `mrr_at_10`, `recall_at_10`, `recall_at_50`, `recall_at_100`, `recall_at_1000` (floats in 0..1),
-    `num_queries` (queries averaged over) and `num_without_relevant` (queries left out, since no ranking of theirs can be right or wrong).
+    `num_queries` (queries averaged over) and `num_without_relevant` (queries left out, since no ranking of theirs can
+    be right or wrong).
 
 Equal scores are ranked by document id, larger id first (the rule of trec_eval), the same for all measures.
 
