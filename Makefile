@@ -1,6 +1,7 @@
 # Every target starts from a bare clone: it needs Python >= 3.10 and nothing else.
 #   make demo                       train, export, evaluate and search with SmolLM2-135M on the standard library
 #   make demo DEMO_ARGS="--minutes 60"
+#   make demo-retromae              pre-train MiniLM, fine-tune it, and compare with no pre-training and a masked LM
 #   make test                       what CI runs      make test-slow   the rest
 #   make quality                    lint and format check
 #   make venv PYTHON=python3.12     only the environment
@@ -19,7 +20,7 @@ PYTEST     := $(TEST_ENV) $(PY) -m pytest -n $(TEST_JOBS) --dist worksteal
 PYTEST_ARGS ?=
 DEMO_ARGS  ?=
 
-.PHONY: help venv demo test test-slow quality
+.PHONY: help venv demo demo-retromae test test-slow quality
 .DELETE_ON_ERROR:
 
 help:
@@ -29,6 +30,9 @@ venv: $(STAMP)
 
 demo: $(STAMP)
 	TOKENIZERS_PARALLELISM=false $(PY) examples/demo.py $(DEMO_ARGS)
+
+demo-retromae: $(STAMP)
+	TOKENIZERS_PARALLELISM=false $(PY) examples/demo_retromae.py $(DEMO_ARGS)
 
 test: $(STAMP)
 	$(PYTEST) $(PYTEST_ARGS)

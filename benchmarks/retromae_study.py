@@ -1,9 +1,9 @@
 """
-What RetroMAE's parts are worth on a small scale: the demo's pre-training and fine-tuning, one setting changed at a time.
+What RetroMAE's parts are worth on a small scale: the demo's pre-training and fine-tuning, one setting changed.
 
     python benchmarks/retromae_study.py none mlm enhanced basic --seeds 0 1 --out study-retromae
 
-Each run is one variant of examples/demo_retromae.py: the same encoder, text, order of data and numbers of steps. A seed
+Each run is one variant of examples/demo_retromae.py: the same encoder, text, order of data and steps. A seed
 moves the held-out modules, the fresh layers, what is masked and the order. Runs that are in --out already are not run
 again; a table of all, means over the seeds with each seed's nDCG@10 beside, is written to OUT/table.md, and stands in
 benchmarks/retromae_study.md with what was concluded.
