@@ -91,9 +91,10 @@ def ours(input_ids: torch.Tensor, weights: torch.Tensor):
     return step, model
 
 
-def measure(way: str, chunks: int, spread: float, repeats: int, bf16: bool) -> dict:
+def measure(way: str, chunks: int, spread: float, repeats: int, bf16: bool, keep_memory: bool) -> dict:
     """Fastest of `repeats` steps after a first one; seconds, peak resident memory in GB, losses."""
-    keep_freed_memory()  # as our trainers do on a CPU, for both ways alike
+    if keep_memory:
+        keep_freed_memory()
     input_ids = torch.randint(VOCABULARY, (chunks, LENGTH), generator=torch.Generator().manual_seed(2))
     weights = make_weights(chunks, spread).requires_grad_()
     step, model = {"ours": ours, "authors": authors_way}[way](input_ids, weights)
@@ -149,18 +150,26 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="timed steps a measurement")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch threads")
     parser.add_argument("--bf16", action="store_true", help="bf16 autocast instead of float32")
+    parser.add_argument(
+        "--keep-memory",
+        choices=("ours", "both", "neither"),
+        default="ours",
+        help="which way keeps freed memory, as our trainers do on a CPU; the authors' code leaves it to glibc (ours)",
+    )
     parser.add_argument("--out", help="Markdown file to write the table to, with the command")
     parser.add_argument("--worker", nargs=2, metavar=("WAY", "CHUNKS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.worker:
         way, chunks = options.worker
-        print(json.dumps(measure(way, int(chunks), options.spread, options.repeats, options.bf16)))
+        keep_memory = options.keep_memory in (way, "both")
+        print(json.dumps(measure(way, int(chunks), options.spread, options.repeats, options.bf16, keep_memory)))
         return
     rows = []
     for way, chunks in [("authors", options.baseline_chunks), *(("ours", chunks) for chunks in options.chunks)]:
         command = [sys.executable, __file__, "--worker", way, str(chunks), "--spread", str(options.spread)]
         command += ["--repeats", str(options.repeats), "--threads", str(options.threads)]
+        command += ["--keep-memory", options.keep_memory]
         command += ["--bf16"] if options.bf16 else []
         print(f"{way}, {chunks} chunks …", file=sys.stderr, flush=True)
         result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)

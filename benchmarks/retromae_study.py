@@ -95,7 +95,7 @@ def table(out: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ", ".join(SETTINGS)
-    parser.add_argument("settings", nargs="*", choices=list(SETTINGS), metavar="SETTING", help=f"of {names}")
+    parser.add_argument("settings", nargs="+", choices=list(SETTINGS), metavar="SETTING", help=f"of {names}")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=400, help="steps of pre-training (%(default)s)")
     parser.add_argument("--finetune-steps", type=int, default=60, help="steps of fine-tuning (%(default)s)")
