@@ -58,7 +58,7 @@ def test_every_command_of_the_pages_runs(reader, pages):
             commands = [text] if language == "python" else text.strip().splitlines()
             for command in commands:
                 if command.startswith("accelerate launch "):
-                    command += " --use_cpu true"  # said of a machine with GPUs; docs/reproduce.md tells what a CPU needs
+                    command += " --use_cpu true"  # docs/reproduce.md tells what a CPU needs
                 line = [sys.executable, "-c", command] if language == "python" else ["bash", "-c", command]
                 result = subprocess.run(line, cwd=reader, env=environment, capture_output=True, text=True)
                 assert result.returncode == 0, f"{page}: {command}\n{result.stdout[-2000:]}\n{result.stderr[-2000:]}"
