@@ -69,20 +69,16 @@ def _halves(text: str) -> list[str]:
     return [part for part in (half, text.strip()[len(half) :].strip()) if part]
 
 
-def _with_siblings(groups: list[Mapping]) -> list[Mapping]:
-    """The groups, each chunk cut in two halves where every document is a single chunk, as posts and titles are."""
-    chunks: dict[tuple, set[str]] = {}
-    for group in groups:
-        for text, doc_id in zip(group["texts"], group["doc_ids"], strict=True):
-            chunks.setdefault((group.get("source"), doc_id), set()).add(text)
-    if any(len(texts) > 1 for texts in chunks.values()):
-        return groups
-    return [
-        {"texts": parts, "doc_ids": [doc_id] * len(parts), "source": group.get("source")}
+def _pairs(groups: Iterable[Mapping]) -> list[tuple[str, tuple]]:
+    """(chunk, document) of all; halves of chunks where every document is a single chunk, as posts and titles are."""
+    pairs = [
+        (text, (group.get("source"), doc_id))
         for group in groups
         for text, doc_id in zip(group["texts"], group["doc_ids"], strict=True)
-        if (parts := _halves(text))
     ]
+    if len(set(pairs)) == len({document for _, document in pairs}):
+        pairs = [(half, document) for text, document in pairs for half in _halves(text)]
+    return pairs
 
 
 def sibling_retrieval(
@@ -119,13 +115,10 @@ def sibling_retrieval(
     """
     owners: dict[str, set] = {}
     members: dict[tuple, set] = {}
-    num_read = 0
-    for group in _with_siblings(list(groups)):
-        for text, doc_id in zip(group["texts"], group["doc_ids"], strict=True):
-            document = (group.get("source"), doc_id)
-            owners.setdefault(text, set()).add(document)
-            members.setdefault(document, set()).add(text)
-            num_read += 1
+    pairs = _pairs(groups)
+    for text, document in pairs:
+        owners.setdefault(text, set()).add(document)
+        members.setdefault(document, set()).add(text)
     if not owners:
         raise ValueError("The groups hold no chunk; prepare a held-out share of documents for validation.")
     texts = list(owners)
@@ -162,7 +155,7 @@ def sibling_retrieval(
         "mean_cosine": float((total @ total - (documents.double() ** 2).sum()) / (count * (count - 1))),
         "num_queries": len(queries),
         "num_chunks": count,
-        "num_duplicates": num_read - count,
+        "num_duplicates": len(pairs) - count,
         "num_without_sibling": num_without_sibling,
     }
 
