@@ -12,7 +12,6 @@ The commands import what they need when they run, so that `--help` answers at on
 
 import dataclasses
 import inspect
-import json
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,8 @@ from typing import Annotated, get_type_hints
 
 import typer
 from typer.core import TyperGroup
+
+from hub_cards.checkpoints import model_type
 
 HERE = Path(__file__).resolve().parent
 RECIPES = HERE / "trainers" / "recipes"
@@ -351,7 +352,7 @@ def evaluate_models(
             evaluate(shown, task[0] if len(task) == 1 else task, bm25=bm25, split=split or "test", **options)
         else:
             split = split or "validation"
-            with_lm = [name for name in exported if _model_type(name) == "revela"]
+            with_lm = [name for name in exported if model_type(name) == "revela"]
             gains = {name: _retrieval_gain(name, groups, split, gain_groups, max_length) for name in with_lm}
             evaluate_groups(shown, groups, gains=gains, split=split, **options)
 
@@ -360,17 +361,12 @@ def _export_checkpoints(names: Iterable[str], folder: Path) -> dict[str, str]:
     """Publishes into `folder` those of the names that are training checkpoints; returns name -> published folder."""
     published = {}
     for name in names:
-        if _model_type(name) in ("revela", "retromae"):
+        if model_type(name) in ("revela", "retromae"):
             from hub_cards.export import export
 
             published[name] = str(folder / str(len(published)))
             export(name, published[name])
     return published
-
-
-def _model_type(name: str) -> str | None:
-    config = Path(name) / "config.json"
-    return json.loads(config.read_text(encoding="utf-8")).get("model_type") if config.is_file() else None
 
 
 def _retrieval_gain(checkpoint: str, groups: Path, split: str, num_groups: int, max_length: int) -> dict:

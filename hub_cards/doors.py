@@ -52,6 +52,11 @@ def write_doors(
     save_tokenizer(tokenizer, folder)
     _write_sentence_transformers_files(model.config, folder)
     _write_for_older_releases(folder)
+    copy_code(folder)
+
+
+def copy_code(folder: Path) -> None:
+    """Put the code of `RevelaModel` into a published folder, for `trust_remote_code`."""
     for file in Path(inspect.getfile(remote_code)).parent.glob("*.py"):
         if file.name != "__init__.py":
             shutil.copy(file, folder / file.name)
@@ -113,4 +118,4 @@ def _write_json(path: Path, value: dict | list) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-__all__ = ["write_doors"]
+__all__ = ["copy_code", "write_doors"]

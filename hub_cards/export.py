@@ -1,6 +1,5 @@
 """A pre-training checkpoint -> the published folder: stock weights that four doors open."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -9,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
+from hub_cards.checkpoints import model_type
 from hub_cards.doors import write_doors
 from hub_cards.eos_tokenizer import ends_with_eos, save_tokenizer
 from modeling_retromae import RetroMAEForPreTraining
@@ -58,7 +58,7 @@ def export(
         Revela, or a tokenizer that appends no EOS.
     """
     checkpoint, out = Path(checkpoint), Path(out)
-    kind = _model_type(checkpoint)
+    kind = _method(checkpoint)
     if out.exists() and not overwrite:
         raise FileExistsError(f"{out} is there already: pass --overwrite, or another folder.")
     if out.exists() and not _is_export(out):
@@ -106,7 +106,7 @@ def export(
     return out
 
 
-def _model_type(checkpoint: Path) -> str:
+def _method(checkpoint: Path) -> str:
     """Which method a checkpoint is of, "revela" or "retromae"."""
     if not (checkpoint / "config.json").exists():
         inside = [path for path in checkpoint.glob("checkpoint-*") if (path / "config.json").exists()]
@@ -114,7 +114,7 @@ def _model_type(checkpoint: Path) -> str:
         raise FileNotFoundError(
             f"{checkpoint} is no checkpoint: it has no config.json." + (f" Did you mean {newest}?" if newest else "")
         )
-    kind = json.loads((checkpoint / "config.json").read_text(encoding="utf-8")).get("model_type")
+    kind = model_type(checkpoint)
     if kind not in ("revela", "retromae"):
         raise ValueError(
             f"{checkpoint} is no pre-training checkpoint of Revela or RetroMAE: its config says model_type {kind}."

@@ -18,6 +18,7 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints, speed_metrics
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
+from hub_cards.checkpoints import model_type
 from hub_cards.eos_tokenizer import save_tokenizer
 
 # Where a checkpoint is written before it gets its name.
@@ -288,7 +289,7 @@ def last_checkpoint(args: PretrainingArguments) -> str | None:
             )
         return resume
     weights = list(folder.glob("model*.safetensors"))
-    ours = _model_type(folder) == args.model_type
+    ours = model_type(folder) == args.model_type
     if weights and not ours:
         name = {"revela": "Revela", "retromae": "RetroMAE"}[args.model_type]
         raise FileExistsError(f"{folder} holds a model that is no {name} run: choose another --output_dir.")
@@ -315,11 +316,6 @@ def last_checkpoint(args: PretrainingArguments) -> str | None:
 def _can_resume(checkpoint: Path) -> bool:
     # Without the optimizer's state, as in an output folder or with save_only_model, Trainer would begin a new one.
     return (checkpoint / TRAINER_STATE_NAME).exists() and any(checkpoint.glob("rng_state*.pth"))
-
-
-def _model_type(folder: Path) -> str | None:
-    config = folder / CONFIG_NAME
-    return json.loads(config.read_text(encoding="utf-8")).get("model_type") if config.exists() else None
 
 
 __all__ = ["PretrainingArguments", "PretrainingTrainer", "keep_freed_memory", "last_checkpoint"]

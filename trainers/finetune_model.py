@@ -1,7 +1,5 @@
 """The retriever that is fine-tuned: from an encoder or a published folder, perhaps with LoRA, and back to a folder."""
 
-import inspect
-import json
 import os
 import shutil
 from dataclasses import dataclass, field
@@ -15,7 +13,8 @@ from sentence_transformers.models import Normalize, Pooling
 from sentence_transformers.util import is_sentence_transformer_model
 from torch import nn
 
-import modeling_revela.modeling_revela as remote_code
+from hub_cards.checkpoints import model_type
+from hub_cards.doors import copy_code
 from hub_cards.encoding import prompts_used
 from hub_cards.eos_tokenizer import append_eos, save_tokenizer
 
@@ -64,9 +63,7 @@ def load_model(arguments: ModelArguments) -> SentenceTransformer:
             model that does not load.
     """
     name = arguments.model_name_or_path
-    config = Path(name) / "config.json"
-    kind = json.loads(config.read_text(encoding="utf-8")).get("model_type") if config.is_file() else None
-    if kind in ("revela", "retromae"):
+    if model_type(name) in ("revela", "retromae"):
         raise ValueError(
             f"{name} is a pre-training checkpoint: publish its encoder with `revela-hub export {name} OUT`, and "
             "fine-tune OUT."
@@ -156,9 +153,7 @@ def save_result(model: SentenceTransformer, folder: str | os.PathLike) -> None:
     model.save_pretrained(str(staging))
     save_tokenizer(model.tokenizer, staging)
     if getattr(model[0].auto_model.config, "revela", None) is not None:
-        for file in Path(inspect.getfile(remote_code)).parent.glob("*.py"):
-            if file.name != "__init__.py":
-                shutil.copy(file, staging / file.name)
+        copy_code(staging)
     for path in sorted(staging.iterdir(), key=lambda path: path.name == "modules.json"):
         target = folder / path.name
         if target.is_dir():
