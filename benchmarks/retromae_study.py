@@ -32,9 +32,10 @@ SETTINGS: dict[str, tuple[str, dict]] = {
 
 def run(name: str, seed: int, steps: int, finetune_steps: int, out: Path) -> None:
     """One run, from data to measures; OUT/NAME-SEED.json."""
+    import console
     import demo_retromae as demo
 
-    demo.quiet()
+    console.quiet()
     folder = out / f"{name}-{seed}"
     task = demo.prepare_data(folder, seed, demo.PAIRS)
     variant, options = SETTINGS[name]
@@ -60,7 +61,7 @@ def table(out: Path) -> str:
         values = list(values)
         return f"{sum(values) / len(values):.3f}" if values else "–"
 
-    beside: dict[str, list[float]] = {}
+    beside: dict[str, dict[int, dict]] = {}
     for results in found.values():
         for result in results:
             for model, scores in result["beside"].items():

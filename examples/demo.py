@@ -18,24 +18,20 @@ import json
 import shutil
 import sys
 import time
-import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import datasets  # noqa: E402
 import torch  # noqa: E402
+from console import clock, quiet, take_leave  # noqa: E402
 from sentence_transformers import SentenceTransformer  # noqa: E402
 from smollm2 import load_smollm2  # noqa: E402
 from stdlib_corpus import build  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 from transformers import PrinterCallback, TrainerCallback, set_seed  # noqa: E402
-from transformers.utils import logging  # noqa: E402
 
-from hub_cards.beir_folder import load_beir_folder  # noqa: E402
 from hub_cards.evaluation import evaluate, evaluate_groups  # noqa: E402
 from hub_cards.export import export, publish  # noqa: E402
-from hub_cards.search import print_hits, search  # noqa: E402
 from trainers.arguments import parse_recipe  # noqa: E402
 from trainers.data.prepare import PrepareConfig, prepare  # noqa: E402
 from trainers.data.prepared import load_groups  # noqa: E402
@@ -148,15 +144,9 @@ def main(argv: list[str] | None = None) -> dict:
     )
     parser.add_argument("--model", help="another backbone than SmolLM2: a folder or Hub id")
     options, overrides = parser.parse_known_args(argv)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    started = time.monotonic()
+    quiet()
+    minutes, say = clock()
     out = Path(options.out)
-
-    def say(text: str) -> None:
-        print(f"\n[{(time.monotonic() - started) / 60:4.1f} min] {text}", flush=True)
 
     say("1. The backbone")
     backbone = options.model or str(load_smollm2())
@@ -217,21 +207,13 @@ def main(argv: list[str] | None = None) -> dict:
     result = {
         "seed": options.seed,
         "steps": trainer.state.global_step,
-        "minutes": (time.monotonic() - started) / 60,
+        "minutes": minutes(),
         "rows": rows,
         "log": trainer.state.log_history,
     }
     (out / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
-    query = next(iter(load_beir_folder(task).queries.values()))
-    say(f"Search: {query!r}")
-    print_hits(search(retriever, task, query, top_k=3))
-    say(f"Done. Curves: {out / 'curves.png'}; numbers: {out / 'result.json'}. Load the retriever anywhere:\n")
-    print(
-        "from sentence_transformers import SentenceTransformer\n"
-        f'model = SentenceTransformer("{retriever}")\n'
-        'print(model.encode_query(["longest common path"]) @ model.encode_document(["def commonpath(paths): ..."]).T)'
-    )
+    take_leave(say, out, retriever, task)
     return result
 
 

@@ -20,21 +20,18 @@ import json
 import shutil
 import sys
 import time
-import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import datasets  # noqa: E402
+from console import clock, quiet, take_leave  # noqa: E402
 from minilm import packaged_minilm, write_minilm  # noqa: E402
 from sentence_transformers import SentenceTransformer  # noqa: E402
 from stdlib_corpus import build, functions, truncate  # noqa: E402
 from transformers import PrinterCallback  # noqa: E402
-from transformers.utils import logging  # noqa: E402
 
-from hub_cards.beir_folder import load_beir_folder  # noqa: E402
 from hub_cards.evaluation import evaluate  # noqa: E402
-from hub_cards.search import print_hits, search  # noqa: E402
 from trainers import finetune, retromae  # noqa: E402
 from trainers.data.masking import RetroMAECollator  # noqa: E402
 from trainers.data.prepare import PrepareConfig, prepare  # noqa: E402
@@ -47,6 +44,15 @@ FRESH_LAYERS = 3
 PAIRS = 2000
 VARIANTS = {"none": "no pre-training", "mlm": "masked LM", "enhanced": "RetroMAE"}
 METRICS = ("ndcg_at_10", "mrr_at_10", "recall_at_100")
+# Of pre-training and fine-tuning alike.
+TRAINING = {
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 0.1,
+    "bf16": True,
+    "use_cpu": True,
+    "save_strategy": "no",
+    "report_to": "none",
+}
 
 
 class MaskedLMCollator(RetroMAECollator):
@@ -94,15 +100,10 @@ def pretrain(out: Path, name: str, seed: int, steps: int, options: dict) -> tupl
         per_device_train_batch_size=8,
         max_steps=steps,
         learning_rate=3e-4,
-        lr_scheduler_type="linear",
-        warmup_steps=0.1,
         weight_decay=0.01,
-        bf16=True,
-        use_cpu=True,
         seed=seed,
-        save_strategy="no",
         logging_steps=max(1, steps // 20),
-        report_to="none",
+        **TRAINING,
     )
     trainer = retromae.make_trainer(model_args, data_args, args)
     if name == "mlm":
@@ -129,14 +130,9 @@ def fine_tune(out: Path, name: str, encoder: Path, seed: int, steps: int) -> tup
         per_device_train_batch_size=32,
         max_steps=steps,
         learning_rate=2e-4,
-        lr_scheduler_type="linear",
-        warmup_steps=0.1,
-        bf16=True,
-        use_cpu=True,
         seed=seed,
-        save_strategy="no",
         logging_steps=max(1, steps // 10),
-        report_to="none",
+        **TRAINING,
     )
     data_args = finetune.DataArguments(str(out / "pairs.jsonl"))
     finetune.train(model_args, data_args, finetune.MethodArguments(num_negatives=0), args)
@@ -205,14 +201,6 @@ def plot(found: dict[str, dict], beside: dict[str, dict], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def quiet() -> None:
-    """Progress bars of training only."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    warnings.filterwarnings("ignore", category=FutureWarning)
-
-
 def main(argv: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -226,10 +214,7 @@ def main(argv: list[str] | None = None) -> dict:
     )
     options = parser.parse_args(argv)
     quiet()
-    started = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"\n[{(time.monotonic() - started) / 60:4.1f} min] {text}", flush=True)
+    minutes, say = clock()
 
     say(f"1., 2. The encoder ({FRESH_LAYERS} fresh layers), training text, pairs and test set")
     task = prepare_data(options.out, options.seed, options.pairs)
@@ -242,18 +227,9 @@ def main(argv: list[str] | None = None) -> dict:
     say(f"5. After {options.steps} steps of pre-training and {options.finetune_steps} of fine-tuning each:")
     show(found, beside)
     plot(found, beside, options.out / "curves.png")
-    result = {"seed": options.seed, "minutes": (time.monotonic() - started) / 60, "beside": beside, "variants": found}
+    result = {"seed": options.seed, "minutes": minutes(), "beside": beside, "variants": found}
     (options.out / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    retriever = options.out / "enhanced" / "retriever"
-    query = next(iter(load_beir_folder(task).queries.values()))
-    say(f"Search: {query!r}")
-    print_hits(search(str(retriever), task, query, top_k=3))
-    say(f"Done. Curves: {options.out / 'curves.png'}; numbers: {options.out / 'result.json'}. Load it anywhere:\n")
-    print(
-        "from sentence_transformers import SentenceTransformer\n"
-        f'model = SentenceTransformer("{retriever}")\n'
-        'print(model.encode_query(["longest common path"]) @ model.encode_document(["def commonpath(paths): ..."]).T)'
-    )
+    take_leave(say, options.out, options.out / "enhanced" / "retriever", task)
     return result
 
 
