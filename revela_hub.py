@@ -15,7 +15,7 @@ import inspect
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, get_type_hints
 
@@ -169,9 +169,20 @@ def _add_method(method: str, text: str) -> None:
         ctx: typer.Context,
         launch_config: Annotated[str | None, typer.Option()] = None,
         num_processes: Annotated[int | None, typer.Option(min=1)] = None,
+        num_machines: Annotated[int | None, typer.Option(min=1)] = None,
+        machine_rank: Annotated[int | None, typer.Option(min=0)] = None,
+        main_process_ip: Annotated[str | None, typer.Option()] = None,
+        main_process_port: Annotated[int | None, typer.Option(min=0)] = None,
         help: Annotated[bool, typer.Option("--help")] = False,
     ) -> None:
-        _launch(method, ctx.args, launch_config, num_processes, help)
+        machines = {
+            "--num_machines": num_machines,
+            "--machine_rank": machine_rank,
+            "--main_process_ip": main_process_ip,
+            "--main_process_port": main_process_port,
+        }
+        given = [str(part) for name, value in machines.items() if value is not None for part in (name, value)]
+        _launch(method, ctx.args, launch_config, num_processes, help, given)
 
 
 for _method, (_text, _) in METHODS.items():
@@ -184,7 +195,10 @@ usage: revela-hub train {method} [RECIPE] [--field value ...] [--launch-config N
 launching:
   --launch-config NAME  How to launch: {configs}, or an accelerate YAML file. Left out: your own
                         `accelerate config` where there is one, otherwise what fits this machine.
-  --num-processes N     Processes in all, one a device; overrides the launch config.
+  --num-processes N     Processes in all, one a device, on all machines together; overrides the launch config.
+  --num-machines N --machine-rank K --main-process-ip ADDRESS --main-process-port PORT
+                        Several machines: the same command on each, K counting from 0, ADDRESS and PORT those of
+                        machine 0. The output folder has to be one that all of them see.
 
 example:
   revela-hub train {method} {example} --output_dir run/ --max_steps 200
@@ -194,7 +208,12 @@ The rest is the script's own:
 
 
 def _launch(
-    method: str, arguments: list[str], launch_config: str | None, num_processes: int | None, wants_help: bool
+    method: str,
+    arguments: list[str],
+    launch_config: str | None,
+    num_processes: int | None,
+    wants_help: bool,
+    machines: Sequence[str] = (),
 ) -> None:
     # A path, not `-m trainers.…`: a folder called `trainers` where the user happens to stand must not win.
     script = str(HERE / "trainers" / f"{method}.py")
@@ -210,7 +229,7 @@ def _launch(
     if on_cpu and not any(argument.partition("=")[0] == "--use_cpu" for argument in arguments):
         # A recipe with bf16 is refused on a machine without a GPU unless the CPU is asked for.
         arguments = [*arguments, "--use_cpu", "true"]
-    command = ["accelerate", "launch", *options, script, *arguments]
+    command = ["accelerate", "launch", *options, *machines, script, *arguments]
     typer.echo(" ".join(command), err=True)
     command[:2] = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
     raise typer.Exit(subprocess.run(command).returncode)
@@ -218,14 +237,14 @@ def _launch(
 
 def _launch_options(launch_config: str | None, num_processes: int | None) -> tuple[list[str], bool]:
     """The options of `accelerate launch`, and whether the run is on the CPU."""
+    import torch
     from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+    from accelerate.utils import DistributedType
 
+    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     if launch_config is None and Path(default_config_file).is_file():
-        return [] if num_processes is None else ["--num_processes", str(num_processes)], False
+        return [] if num_processes is None else ["--num_processes", str(num_processes)], devices == 0
     if launch_config is None:
-        import torch
-
-        devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
         wanted = devices if num_processes is None else num_processes
         launch_config = "cpu" if devices == 0 else "single" if wanted == 1 else "ddp"
         num_processes = max(wanted, 1)
@@ -239,10 +258,10 @@ def _launch_options(launch_config: str | None, num_processes: int | None) -> tup
     options = ["--config_file", str(path)]
     if num_processes is not None:
         options += ["--num_processes", str(num_processes)]
-        if config.use_cpu and num_processes > 1:
+        if config.use_cpu and num_processes > 1 and config.distributed_type == DistributedType.NO:
             # accelerate starts several processes on a CPU under MPI only; its multi-GPU launcher is plain torchrun.
             options += ["--multi_gpu"]
-    return options, config.use_cpu
+    return options, config.use_cpu or devices == 0
 
 
 app.add_typer(train_app, name="train")

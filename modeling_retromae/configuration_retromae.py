@@ -73,6 +73,11 @@ class RetroMAEConfig(PreTrainedConfig):
         """The encoder's own: what transformers asks for vocabulary and hidden sizes."""
         return self if self.encoder_config is None else self.encoder_config.get_text_config(*args, **kwargs)
 
+    @property
+    def hidden_size(self) -> int:
+        """The encoder's; DeepSpeed sizes its buffers by it."""
+        return self.encoder_config.get_text_config().hidden_size
+
     def _check(self) -> None:
         choices = {"decoding": DECODINGS, "decoder_query": DECODER_QUERIES, "pooling": POOLINGS}
         for name, allowed in choices.items():

@@ -118,6 +118,12 @@ class RevelaConfig(PreTrainedConfig):
         """The LM's own: what transformers asks for vocabulary and hidden sizes."""
         return self if self.lm_config is None else self.lm_config.get_text_config(*args, **kwargs)
 
+    @property
+    def hidden_size(self) -> int:
+        """The wider half's; DeepSpeed sizes its buffers by it."""
+        configs = [config for config in (self.lm_config, self.retriever_config) if config is not None]
+        return max(config.get_text_config().hidden_size for config in configs)
+
     def _check(self) -> None:
         choices = {
             "pooling": POOLINGS,

@@ -82,7 +82,8 @@ class RevelaForPreTraining(RevelaPreTrainedModel):
         self.lm = RevelaForCausalLM(config, backbone=backbone)
         self.log_temperature = None
         if config.trainable_temperature:
-            self.log_temperature = nn.Parameter(torch.tensor(math.log(config.similarity_temperature)))
+            # Of one element, not a scalar: neither DeepSpeed nor FSDP2 takes those.
+            self.log_temperature = nn.Parameter(torch.tensor([math.log(config.similarity_temperature)]))
         self.post_init()
 
     @classmethod
@@ -187,7 +188,7 @@ class RevelaForPreTraining(RevelaPreTrainedModel):
 
     @property
     def temperature(self) -> torch.Tensor | float:
-        """Temperature of the softmax over similarities; a float32 scalar tensor where it is trained."""
+        """Temperature of the softmax over similarities; a float32 tensor (1,) where it is trained."""
         return (
             self.config.similarity_temperature if self.log_temperature is None else self.log_temperature.float().exp()
         )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -146,7 +147,7 @@ def test_errors_are_one_line_unless_debugging(tmp_path):
         (("evaluate", "model", "--task", "SciFact", "--groups", "x"), "not both"),
         (("search", "model", "no-such-folder", "query"), "no-such-folder"),
         (("train", "revela", "no-such-recipe"), "revela-smollm2-135m-wikipedia"),
-        (("train", "revela", "--launch-config", "no-such-config"), "cpu, ddp, single, zero2, zero3"),
+        (("train", "revela", "--launch-config", "no-such-config"), "cpu, ddp, fsdp2, single, zero1, zero2, zero3"),
     ],
 )
 def test_mistakes_exit_with_2_and_say_what_is_wrong(arguments, message):
@@ -174,7 +175,7 @@ def test_train_help_shows_launching_and_the_fields_of_the_script(method, fields)
     command = [sys.executable, "-m", "revela_hub", "train", method, "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "--launch-config" in done.stdout and "cpu, ddp, single, zero2, zero3" in done.stdout
+    assert "--launch-config" in done.stdout and "cpu, ddp, fsdp2, single, zero1, zero2, zero3" in done.stdout
     for option in (*fields, "--per_device_train_batch_size"):
         assert option in done.stdout
     example = done.stdout.partition(f"revela-hub train {method} ")[2].partition("example:")[2].split()
@@ -206,9 +207,9 @@ def stand_in_script(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(revela_hub, "HERE", tmp_path)
 
-    def start(*arguments: str, num_processes: int | None = None):
+    def start(*arguments: str, num_processes: int | None = None, machines: tuple = ()):
         with pytest.raises(revela_hub.typer.Exit) as stopped:
-            revela_hub._launch("toy", list(arguments), "cpu", num_processes, False)
+            revela_hub._launch("toy", list(arguments), "cpu", num_processes, False, machines)
         return stopped.value.exit_code, [json.loads(path.read_text()) for path in sorted(tmp_path.rglob("seen-*"))]
 
     return start
@@ -232,26 +233,47 @@ def test_train_starts_two_processes_on_a_cpu(stand_in_script):
     ]
 
 
+def test_train_starts_one_process_on_each_of_two_machines(stand_in_script):
+    from concurrent.futures import ThreadPoolExecutor
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+
+    def machine(rank: str):
+        options = ("--num_machines", "2", "--machine_rank", rank, "--main_process_ip", "127.0.0.1")
+        return stand_in_script(num_processes=2, machines=(*options, "--main_process_port", port))
+
+    with ThreadPoolExecutor() as machines:
+        ends = list(machines.map(machine, "01"))
+    assert [code for code, _ in ends] == [0, 0]
+    assert {(one["rank"], one["world"]) for _, seen in ends for one in seen} == {("0", "2"), ("1", "2")}
+
+
 def test_launch_options_fit_config_and_machine(tmp_path, monkeypatch):
     import accelerate.commands.config.config_args as config_args
 
     shipped = revela_hub.LAUNCH_CONFIGS
     monkeypatch.setattr(config_args, "default_config_file", str(tmp_path / "none.yaml"))
-    assert revela_hub._launch_options("zero3", None) == (["--config_file", str(shipped / "zero3.yaml")], False)
+    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    # Without a device every launch is on the CPU, whatever the config was written for.
+    without = devices == 0
+    assert revela_hub._launch_options("zero3", None) == (["--config_file", str(shipped / "zero3.yaml")], without)
     own = tmp_path / "own.yaml"
-    own.write_text((shipped / "ddp.yaml").read_text())
-    options, on_cpu = revela_hub._launch_options(str(own), 8)
-    assert options == ["--config_file", str(own), "--num_processes", "8"] and not on_cpu
+    for launcher in ("ddp", "zero3"):
+        # Neither is overridden by a launcher of another kind.
+        own.write_text((shipped / f"{launcher}.yaml").read_text() + "use_cpu: true\n")
+        options, on_cpu = revela_hub._launch_options(str(own), 8)
+        assert options == ["--config_file", str(own), "--num_processes", "8"] and on_cpu
 
     options, on_cpu = revela_hub._launch_options(None, None)
-    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     expected = {0: "cpu", 1: "single"}.get(devices, "ddp")
     assert options == ["--config_file", str(shipped / f"{expected}.yaml"), "--num_processes", str(max(devices, 1))]
     assert on_cpu == (devices == 0)
 
     # Someone who has run `accelerate config` has said how to launch on this machine.
     monkeypatch.setattr(config_args, "default_config_file", str(own))
-    assert revela_hub._launch_options(None, None) == ([], False)
+    assert revela_hub._launch_options(None, None) == ([], without)
 
 
 def test_console_command_prints_its_version():

@@ -193,7 +193,8 @@ def test_unknown_field_is_an_error(tmp_path):
 @pytest.mark.parametrize("path", sorted((TRAINERS / "accelerate_configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_launch_config_is_read_by_accelerate(path):
     config = load_config_from_file(str(path))
-    kind = {"single": "NO", "cpu": "NO", "ddp": "MULTI_GPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}[path.stem]
+    kinds = {"single": "NO", "cpu": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP"}
+    kind = kinds.get(path.stem, "DEEPSPEED")
     assert config.distributed_type.value == kind
     assert config.use_cpu == (path.stem == "cpu")
     assert config.num_processes == (1 if kind == "NO" else 4)
@@ -201,17 +202,20 @@ def test_launch_config_is_read_by_accelerate(path):
     assert config.mixed_precision == "no"
     assert "gradient_accumulation_steps" not in config.deepspeed_config
     if kind == "DEEPSPEED":
-        assert config.deepspeed_config["zero_stage"] == int(path.stem[-1])
+        stage, _, offload = path.stem.removeprefix("zero").partition("-")
+        assert config.deepspeed_config["zero_stage"] == int(stage)
+        assert config.deepspeed_config["offload_optimizer_device"] == ("cpu" if offload else "none")
         # accelerate resolves a config file against the current folder, which from a wheel is anywhere.
         assert "deepspeed_config_file" not in config.deepspeed_config
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_deepspeed_config_leaves_the_recipe_its_values(stage):
-    config = json.loads((TRAINERS / "deepspeed" / f"zero{stage}.json").read_text(encoding="utf-8"))
-    assert config["zero_optimization"]["stage"] == stage
+@pytest.mark.parametrize("path", sorted((TRAINERS / "deepspeed").glob("*.json")), ids=lambda path: path.stem)
+def test_deepspeed_config_leaves_the_recipe_its_values(path):
+    config = json.loads(path.read_text(encoding="utf-8"))
+    stage, _, offload = path.stem.removeprefix("zero").partition("-")
+    assert config["zero_optimization"]["stage"] == int(stage)
+    assert ("offload_param" in config["zero_optimization"]) == bool(offload)
+    assert (TRAINERS / "accelerate_configs" / f"{path.stem}.yaml").is_file()
     assert config["bf16"] == {"enabled": "auto"}
     for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         assert config[name] == "auto"
-    # Without it a ZeRO-3 checkpoint holds no weights.
-    assert stage == 2 or config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"]

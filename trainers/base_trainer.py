@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
+from safetensors.torch import load_file
+from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import Trainer, TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints, speed_metrics
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from hub_cards.checkpoints import model_type
 from hub_cards.eos_tokenizer import save_tokenizer
+from trainers import sharding
 
 # Where a checkpoint is written before it gets its name.
 _STAGING = ".saving"
@@ -74,6 +77,17 @@ class PretrainingTrainer(Trainer):
             raise ValueError(
                 f"One process sees {self.args.n_gpu} GPUs: start one a GPU with `accelerate launch --multi_gpu` or "
                 "`revela-hub train`, or set CUDA_VISIBLE_DEVICES to one of them."
+            )
+        started = int(os.environ.get("WORLD_SIZE", "1"))
+        if started != self.args.world_size:
+            raise ValueError(
+                f"{started} processes were started, but each would train by itself: on a CPU pass --use_cpu true, or "
+                "start them by `revela-hub train`, which does."
+            )
+        if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and not self.is_fsdp_enabled:
+            raise ValueError(
+                "accelerate splits a model by FSDP on GPUs only and would train without it: take another launch "
+                "config, such as ddp, or zero3, which runs on a CPU as well."
             )
 
     # What a step logs
@@ -164,6 +178,68 @@ class PretrainingTrainer(Trainer):
         if self.args.push_to_hub:
             self.push_to_hub()
 
+    # A model that DeepSpeed or FSDP2 splits over the processes: its checkpoints are those of one process
+
+    @property
+    def _is_split(self) -> bool:
+        return self.is_deepspeed_enabled or self.is_fsdp_enabled
+
+    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        if not self._is_split:
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        groups = self.create_optimizer().param_groups
+        self._optimized = [[names[id(parameter)] for parameter in group["params"]] for group in groups]
+        self.optimizer = None
+        if resume_from_checkpoint is not None:
+            sharding.load_weights(self.model, _read_weights(resume_from_checkpoint))
+        if self.is_fsdp_enabled:
+            with sharding.vocabulary_in_root(self.model, self.accelerator.state.fsdp_plugin):
+                prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+            # What an evaluation calls besides `forward` has to gather the weights as well.
+            register_fsdp_forward_method(self.model, "embed")
+        else:
+            prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        if resume_from_checkpoint is not None:
+            if self.is_deepspeed_enabled:
+                # Once more, for the float32 copies that it keeps beside bfloat16 weights.
+                sharding.load_weights(self.model, _read_weights(resume_from_checkpoint))
+            self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        return prepared
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self._is_split:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        state = sharding.whole_optimizer(self.model, self.optimizer, self._optimized)
+        if self.args.should_save:
+            torch.save(state, os.path.join(output_dir, OPTIMIZER_NAME))
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if not self._is_split:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        elif checkpoint is not None:
+            state = torch.load(os.path.join(checkpoint, OPTIMIZER_NAME), map_location="cpu", weights_only=True)
+            sharding.load_optimizer(self.model, self.optimizer, self._optimized, state)
+            self.lr_scheduler.load_state_dict(
+                torch.load(os.path.join(checkpoint, SCHEDULER_NAME), map_location="cpu", weights_only=True)
+            )
+
+    def _load_best_model(self) -> None:
+        if not self._is_split:
+            super()._load_best_model()
+        else:
+            sharding.load_weights(self.model, _read_weights(self.state.best_model_checkpoint))
+
+    def _write_model(self, folder: str) -> None:
+        if not self._is_split:
+            super().save_model(folder, _internal_call=True)
+            return
+        weights = sharding.whole_weights(self.model)
+        with sharding.unwrapped_class(self.model):
+            self._save(folder, state_dict=weights)
+
     # Checkpoints: written beside and renamed, so that what looks like a checkpoint is one
 
     def _get_output_dir(self, trial) -> str:
@@ -197,12 +273,12 @@ class PretrainingTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As in transformers, but each file is moved to its place when all are written, the config last."""
         if self._staging is not None:
-            super().save_model(output_dir, _internal_call=True)
+            self._write_model(output_dir)
             return
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         self._begin_staging(folder)
         try:
-            super().save_model(str(self._staging), _internal_call=True)
+            self._write_model(str(self._staging))
         finally:
             staged, self._staging = self._staging, None
         self.accelerator.wait_for_everyone()
@@ -225,6 +301,10 @@ class PretrainingTrainer(Trainer):
         raise NotImplementedError
 
     def _save(self, output_dir=None, state_dict=None) -> None:
+        if state_dict is not None:
+            # Gathered, a tied weight is there once more under its second name.
+            tied = self.accelerator.unwrap_model(self.model).all_tied_weights_keys
+            state_dict = {name: value for name, value in state_dict.items() if name not in tied}
         super()._save(output_dir, state_dict)
         if not self.args.should_save:
             return
@@ -248,6 +328,14 @@ def keep_freed_memory() -> None:
         trim_threshold, mmap_max = -1, -4  # as in malloc.h
         libc.mallopt(trim_threshold, 2**31 - 1)
         libc.mallopt(mmap_max, 0)
+
+
+def _read_weights(checkpoint: str) -> dict[str, torch.Tensor]:
+    """All weights of a checkpoint, in one file or several."""
+    weights = {}
+    for path in sorted(Path(checkpoint).glob("model*.safetensors")):
+        weights.update(load_file(path))
+    return weights
 
 
 def _replace(source: Path, target: Path) -> None:

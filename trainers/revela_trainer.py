@@ -7,6 +7,7 @@ import torch
 
 from hub_cards.validation import retrieval_gain, sibling_retrieval
 from trainers.base_trainer import PretrainingArguments, PretrainingTrainer
+from trainers.sharding import whole
 
 
 @dataclass
@@ -67,29 +68,31 @@ class RevelaTrainer(PretrainingTrainer):
 
     @torch.no_grad()
     def _collect(self, output, inputs, num_items_in_batch) -> None:
-        # Undo the division by the whole step's tokens: these are means over the tokens of this forward pass.
-        scale = 1 if num_items_in_batch is None else num_items_in_batch / output.num_target_tokens
+        # Undo the division by the whole step's tokens: what is summed is what the tokens of this forward pass cost.
+        tokens = output.num_target_tokens
+        divided_by = tokens if num_items_in_batch is None else num_items_in_batch
         weights, group_ids = output.in_batch_weights, inputs["group_ids"]
-        self._add("in_batch_loss", output.in_batch_loss * scale)
+        self._add("in_batch_loss", output.in_batch_loss * divided_by, tokens)
         if output.next_token_loss is not None:
-            self._add("next_token_loss", output.next_token_loss.detach() * scale)
-            self._add("in_batch_gain", (output.next_token_loss.detach() - output.in_batch_loss) * scale)
-        largest = weights.amax(-1)
-        self._add("max_weight", largest.mean())
-        self._add("weight_entropy", torch.special.entr(weights).sum(-1).mean())
-        self._add("learning_chunks", (largest < 0.999).float().mean())
+            next_token_loss = output.next_token_loss.detach()
+            self._add("next_token_loss", next_token_loss * divided_by, tokens)
+            self._add("in_batch_gain", (next_token_loss - output.in_batch_loss) * divided_by, tokens)
+        largest, chunks = weights.amax(-1), len(weights)
+        self._add("max_weight", largest.sum(), chunks)
+        self._add("weight_entropy", torch.special.entr(weights).sum(), chunks)
+        self._add("learning_chunks", (largest < 0.999).float().sum(), chunks)
         if output.similarities is not None:
             same = (group_ids[:, None] == group_ids[None]).fill_diagonal_(False)
-            self._add("mean_cosine", output.similarities[same].float().mean())
+            self._add("mean_cosine", output.similarities[same].float().sum(), same.sum())
         self._add("pairs", torch.tensor(float(output.num_pairs), device=weights.device))
         self._tokens += int(inputs["attention_mask"].sum())
 
     def _log_parts(self) -> dict[str, float]:
         model, parts = self.accelerator.unwrap_model(self.model), {}
         if model.lm.in_batch_gate is not None:
-            parts["gate"] = float(model.lm.in_batch_gate.detach().abs().mean())
+            parts["gate"] = float(whole(model.lm.in_batch_gate).abs().mean())
         if model.log_temperature is not None:
-            parts["temperature"] = float(model.temperature.detach())
+            parts["temperature"] = float(whole(model.log_temperature).exp())
         return parts
 
     # Learning rates of the parts
