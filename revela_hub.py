@@ -12,10 +12,15 @@ The commands import what they need when they run, so that `--help` answers at on
 
 import dataclasses
 import inspect
+import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, get_type_hints
 
@@ -232,7 +237,37 @@ def _launch(
     command = ["accelerate", "launch", *options, *machines, script, *arguments]
     typer.echo(" ".join(command), err=True)
     command[:2] = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
-    raise typer.Exit(subprocess.run(command).returncode)
+    raise typer.Exit(_run_group(command))
+
+
+def _run_group(command: list[str]) -> int:
+    """
+    Run a command as a group of processes that gets the signals we get, and wait for all of the group.
+
+    accelerate starts a single process as a child of its own and hands it no signal on: stopped alone, it would leave
+    the training running.
+    """
+    told: list[int] = []
+
+    def hand_on(number, _frame) -> None:
+        told.append(number)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+
+    process = subprocess.Popen(command, start_new_session=True)
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        code = process.wait()
+        with suppress(ProcessLookupError):
+            while True:
+                os.killpg(process.pid, 0)
+                time.sleep(0.2)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 128 + told[0] if told else code if code >= 0 else 128 - code
 
 
 def _launch_options(launch_config: str | None, num_processes: int | None) -> tuple[list[str], bool]:

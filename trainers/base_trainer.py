@@ -3,29 +3,45 @@
 import ctypes
 import json
 import os
-import re
 import shutil
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints, speed_metrics
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
+from transformers.utils import CONFIG_NAME
 
-from hub_cards.checkpoints import model_type
 from hub_cards.eos_tokenizer import save_tokenizer
 from trainers import sharding
-
-# Where a checkpoint is written before it gets its name.
-_STAGING = ".saving"
+from trainers.checkpoints import (
+    ARGUMENTS,
+    STAGING,
+    check_position,
+    clear_output,
+    load_tensors,
+    read_weights,
+    replace,
+    seal,
+)
+from trainers.mishaps import (
+    PREEMPTED,
+    ROW_IDS,
+    NamedRows,
+    StopWhenTold,
+    any_process,
+    is_out_of_memory,
+    without_ids,
+    write_not_finite,
+)
 
 
 @dataclass
@@ -46,6 +62,12 @@ class PretrainingArguments(TrainingArguments):
     )
     overwrite_output: bool = field(
         default=False, metadata={"help": "Delete what an earlier run left in output_dir instead of refusing to start."}
+    )
+    skip_nan: bool = field(
+        default=False,
+        metadata={
+            "help": "Leave out and count steps whose loss is no finite number, instead of stopping at the first."
+        },
     )
 
     def __post_init__(self):
@@ -72,6 +94,13 @@ class PretrainingTrainer(Trainer):
         self._counts: dict[str, int | torch.Tensor] = {}
         self._tokens, self._since = 0, None
         self._staging: Path | None = None
+        self._stop = StopWhenTold(self.accelerator)
+        self.add_callback(self._stop)
+        self._skipped_steps, self._not_finite = 0, False
+        if self.args.skip_nan and self.is_deepspeed_enabled:
+            raise ValueError(
+                "`skip_nan` cannot leave out a step of DeepSpeed, which makes it within the backward pass."
+            )
         if self.args.n_gpu > 1:
             # DataParallel would cut the rows of a batch between the GPUs: groups apart, and counts that no longer fit.
             raise ValueError(
@@ -97,9 +126,11 @@ class PretrainingTrainer(Trainer):
             self._since = time.perf_counter()
 
     def _add(self, name: str, value: torch.Tensor, count: int | torch.Tensor = 1) -> None:
-        """Take a sum over `count` things into the mean that is logged next."""
-        self._sums[name] = self._sums.get(name, 0.0) + value.float()
-        self._counts[name] = self._counts.get(name, 0) + count
+        """Take a sum over `count` things into the mean that is logged next, if it is a number."""
+        value = value.float()
+        finite = torch.isfinite(value)
+        self._sums[name] = self._sums.get(name, 0.0) + torch.where(finite, value, 0.0)
+        self._counts[name] = self._counts.get(name, 0) + count * finite
 
     def _log_parts(self) -> dict[str, float]:
         """What a subclass logs at each log besides the means."""
@@ -111,12 +142,54 @@ class PretrainingTrainer(Trainer):
             sums = torch.stack([self._sums[name] for name in names])
             counts = torch.stack([torch.as_tensor(self._counts[name], device=sums.device).float() for name in names])
             means = self.accelerator.reduce(sums, reduction="sum") / self.accelerator.reduce(counts, reduction="sum")
-            logs.update(zip(names, means.tolist(), strict=True))
+            # Over nothing but skipped steps a mean is none.
+            logs.update((name, mean) for name, mean in zip(names, means.tolist(), strict=True) if mean == mean)
             seconds = time.perf_counter() - self._since
             logs["tokens_per_second"] = self._tokens * self.accelerator.num_processes / max(seconds, 1e-9)
             logs.update(self._log_parts())
+            if self.args.skip_nan:
+                logs["skipped_steps"] = self._skipped_steps
             self._sums, self._counts, self._tokens, self._since = {}, {}, 0, None
         super().log(logs, start_time)
+
+    # Steps that go wrong
+
+    def get_train_dataloader(self):
+        collator, self.data_collator = self.data_collator, NamedRows(self.data_collator)
+        try:
+            return super().get_train_dataloader()
+        finally:
+            self.data_collator = collator
+
+    def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
+        try:
+            loss = super().training_step(model, without_ids(inputs), num_items_in_batch)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise MemoryError(
+                f"Step {self.state.global_step + 1} ran out of memory. Lower per_device_train_batch_size (and raise "
+                f"gradient_accumulation_steps by as much), {self._what_takes_memory}, or pass "
+                f"--gradient_checkpointing true; a model of its own takes less under --launch-config zero3. ({error})"
+            ) from error
+        if not bool(torch.isfinite(loss)):
+            step, rows = self.state.global_step + 1, inputs[ROW_IDS]
+            path = write_not_finite(self.args.output_dir, self.args.process_index, step, float(loss), rows)
+            if not self.args.skip_nan:
+                raise ValueError(
+                    f"The loss of step {step} is {float(loss)}; the documents of its batch are in {path}. Look at "
+                    "them, lower the learning rate, or pass --skip_nan true to leave such steps out."
+                )
+            self._not_finite = True
+        return loss
+
+    def _clip_grad_norm(self, model):
+        if self.args.skip_nan and any_process(self.accelerator, self._not_finite):
+            # Without a gradient the optimizer leaves everything as it is.
+            model.zero_grad(set_to_none=True)
+            self._skipped_steps += 1
+        self._not_finite = False
+        return super()._clip_grad_norm(model)
 
     # Evaluation without labels
 
@@ -171,12 +244,39 @@ class PretrainingTrainer(Trainer):
     # A whole run
 
     def run(self, resume_from_checkpoint: str | None) -> None:
-        """Train, or go on with an earlier run; the last state is left in the output folder itself."""
+        """
+        Train, or go on with an earlier run; the last state is left in the output folder itself.
+
+        Raises:
+            SystemExit: with status 143 if SIGTERM ended the run; there is a checkpoint to go on from.
+        """
+        folder = Path(self.args.output_dir)
+        if resume_from_checkpoint is not None:
+            check_position(resume_from_checkpoint, self._position())
+        elif self.args.should_save:
+            # Only now, when all that the run needs has been found and read.
+            clear_output(folder)
+        self.accelerator.wait_for_everyone()
         self.train(resume_from_checkpoint=resume_from_checkpoint)
+        if self._stop.told:
+            if self.args.should_save:
+                checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+                print(
+                    f"Stopped by SIGTERM after step {self.state.global_step}, which is in {checkpoint}. Go on with "
+                    "--resume_from_checkpoint true.",
+                    file=sys.stderr,
+                )
+            sys.exit(PREEMPTED)
         self.save_model()
         self.save_state()
         if self.args.push_to_hub:
             self.push_to_hub()
+
+    def _position(self) -> dict[str, int]:
+        """What decides which rows a step is made of."""
+        args = self.args
+        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        return {"rows_a_step": rows, "train_rows": len(self.train_dataset), "seed": args.seed}
 
     # A model that DeepSpeed or FSDP2 splits over the processes: its checkpoints are those of one process
 
@@ -192,7 +292,7 @@ class PretrainingTrainer(Trainer):
         self._optimized = [[names[id(parameter)] for parameter in group["params"]] for group in groups]
         self.optimizer = None
         if resume_from_checkpoint is not None:
-            sharding.load_weights(self.model, _read_weights(resume_from_checkpoint))
+            self._load_from_checkpoint(resume_from_checkpoint)
         if self.is_fsdp_enabled:
             with sharding.vocabulary_in_root(self.model, self.accelerator.state.fsdp_plugin):
                 prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
@@ -203,7 +303,7 @@ class PretrainingTrainer(Trainer):
         if resume_from_checkpoint is not None:
             if self.is_deepspeed_enabled:
                 # Once more, for the float32 copies that it keeps beside bfloat16 weights.
-                sharding.load_weights(self.model, _read_weights(resume_from_checkpoint))
+                sharding.load_weights(self.model, read_weights(resume_from_checkpoint))
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
         return prepared
 
@@ -220,17 +320,23 @@ class PretrainingTrainer(Trainer):
         if not self._is_split:
             super()._load_optimizer_and_scheduler(checkpoint)
         elif checkpoint is not None:
-            state = torch.load(os.path.join(checkpoint, OPTIMIZER_NAME), map_location="cpu", weights_only=True)
+            state = load_tensors(os.path.join(checkpoint, OPTIMIZER_NAME))
             sharding.load_optimizer(self.model, self.optimizer, self._optimized, state)
-            self.lr_scheduler.load_state_dict(
-                torch.load(os.path.join(checkpoint, SCHEDULER_NAME), map_location="cpu", weights_only=True)
+            self.lr_scheduler.load_state_dict(load_tensors(os.path.join(checkpoint, SCHEDULER_NAME)))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
+        model, weights = self.model if model is None else model, read_weights(resume_from_checkpoint)
+        left_out = model._left_out() if hasattr(model, "_left_out") else set()
+        missing = sorted(set(model.state_dict()) - set(weights) - set(model.all_tied_weights_keys) - left_out)
+        if missing:
+            raise ValueError(
+                f"{resume_from_checkpoint} lacks {len(missing)} weights of this run's model, {missing[0]!r} first: "
+                "resume with the options of the first run."
             )
+        sharding.load_weights(model, weights)
 
     def _load_best_model(self) -> None:
-        if not self._is_split:
-            super()._load_best_model()
-        else:
-            sharding.load_weights(self.model, _read_weights(self.state.best_model_checkpoint))
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def _write_model(self, folder: str) -> None:
         if not self._is_split:
@@ -249,19 +355,17 @@ class PretrainingTrainer(Trainer):
         run = Path(self._get_output_dir(trial))
         target = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         earlier_best = self.state.best_model_checkpoint
-        self._begin_staging(run)
-        try:
+        with self._written_beside(run) as staging:
             super()._save_checkpoint(model, trial)
-        finally:
-            staged, self._staging = self._staging / target.name, None
-        self.accelerator.wait_for_everyone()
+        staged = staging / target.name
         # transformers looked for the best checkpoint beside the staged one. It may have been measured but not saved.
         best = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
         self.state.best_model_checkpoint = str(best) if best == target or best.is_dir() else earlier_best
         if self.args.should_save:
             self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
-            _replace(staged, target)
-            shutil.rmtree(run / _STAGING, ignore_errors=True)
+            seal(staged)
+            replace(staged, target)
+            shutil.rmtree(run / STAGING, ignore_errors=True)
             rotate_checkpoints(
                 output_dir=str(run),
                 save_total_limit=self.args.save_total_limit,
@@ -276,25 +380,42 @@ class PretrainingTrainer(Trainer):
             self._write_model(output_dir)
             return
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
-        self._begin_staging(folder)
-        try:
-            self._write_model(str(self._staging))
-        finally:
-            staged, self._staging = self._staging, None
-        self.accelerator.wait_for_everyone()
+        with self._written_beside(folder) as staged:
+            self._write_model(str(staged))
         if self.args.should_save:
             for path in sorted(staged.iterdir(), key=lambda path: path.name == CONFIG_NAME):
-                _replace(path, folder / path.name)
+                replace(path, folder / path.name)
             staged.rmdir()
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _begin_staging(self, folder: Path) -> None:
-        self._staging = folder / _STAGING
+    @contextmanager
+    def _written_beside(self, folder: Path) -> Iterator[Path]:
+        """A folder to write into; what was written there is thrown away if that fails."""
+        self._staging = staging = folder / STAGING
         if self.args.should_save:
-            shutil.rmtree(self._staging, ignore_errors=True)
+            shutil.rmtree(staging, ignore_errors=True)
         self.accelerator.wait_for_everyone()
+        try:
+            yield staging
+        except (OSError, SafetensorError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
+                raise
+            shutil.rmtree(staging, ignore_errors=True)
+            raise OSError(
+                f"The state after step {self.state.global_step} could not be written to {folder}: {error}. What was "
+                f"saved before is whole ({shutil.disk_usage(folder).free / 2**30:.1f} GiB are free): make room there, "
+                "and go on with --resume_from_checkpoint true."
+            ) from error
+        finally:
+            self._staging = None
+        self.accelerator.wait_for_everyone()
+
+    @property
+    def _what_takes_memory(self) -> str:
+        """Options of the data to lower, for an error."""
+        raise NotImplementedError
 
     def _tokenizers(self) -> dict:
         """The tokenizers of a checkpoint by their folder in it."""
@@ -313,8 +434,9 @@ class PretrainingTrainer(Trainer):
             save_tokenizer(tokenizer, folder / name)
         # The Trainer pickles its arguments; a checkpoint of ours holds no pickle that anyone would have to trust.
         (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
-        arguments = json.dumps(self.args.to_sanitized_dict(), indent=2, sort_keys=True, default=str)
-        (folder / "training_args.json").write_text(arguments + "\n", encoding="utf-8")
+        arguments = self.args.to_sanitized_dict() | {"position": self._position()}
+        text = json.dumps(arguments, indent=2, sort_keys=True, default=str)
+        (folder / ARGUMENTS).write_text(text + "\n", encoding="utf-8")
 
 
 def keep_freed_memory() -> None:
@@ -330,80 +452,4 @@ def keep_freed_memory() -> None:
         libc.mallopt(mmap_max, 0)
 
 
-def _read_weights(checkpoint: str) -> dict[str, torch.Tensor]:
-    """All weights of a checkpoint, in one file or several."""
-    weights = {}
-    for path in sorted(Path(checkpoint).glob("model*.safetensors")):
-        weights.update(load_file(path))
-    return weights
-
-
-def _replace(source: Path, target: Path) -> None:
-    """Move a file or folder to where another may be."""
-    if target.is_dir():
-        shutil.rmtree(target)
-    os.replace(source, target)
-
-
-def last_checkpoint(args: PretrainingArguments) -> str | None:
-    """
-    The checkpoint to resume from, after a look at what the output folder holds.
-
-    Returns:
-        A path, or `None` for a fresh start. `--resume_from_checkpoint true` takes the newest one; a path, that one.
-
-    Raises:
-        FileExistsError: if the folder holds another run that is neither resumed nor to be overwritten, or a model
-            that no run wrote.
-        FileNotFoundError: if there is nothing to resume from.
-    """
-    folder = Path(args.output_dir)
-    checkpoints = {
-        int(match[1]): path
-        for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-        if (match := re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name))
-    }
-    resume = str(args.resume_from_checkpoint or "false")
-    if resume.lower() in ("true", "last"):
-        whole = [number for number, path in checkpoints.items() if _can_resume(path)]
-        if not whole:
-            raise FileNotFoundError(f"{folder} holds no checkpoint to resume from: leave resume_from_checkpoint out.")
-        return str(checkpoints[max(whole)])
-    if resume.lower() != "false":
-        if not _can_resume(Path(resume)):
-            raise FileNotFoundError(
-                f"{resume} is no checkpoint to resume from, as it lacks {TRAINER_STATE_NAME} or the state of the "
-                "random numbers: name a checkpoint-N folder, or pass true for the newest in output_dir."
-            )
-        return resume
-    weights = list(folder.glob("model*.safetensors"))
-    ours = model_type(folder) == args.model_type
-    if weights and not ours:
-        name = {"revela": "Revela", "retromae": "RetroMAE"}[args.model_type]
-        raise FileExistsError(f"{folder} holds a model that is no {name} run: choose another --output_dir.")
-    if checkpoints or weights:
-        if not args.overwrite_output:
-            raise FileExistsError(
-                f"{folder} holds an earlier run. Pass --resume_from_checkpoint true to go on with it, "
-                "--overwrite_output true to delete it, or another --output_dir."
-            )
-        if args.should_save:
-            # What else lies there is the user's. Files of the model that stay are written again under their names.
-            old = [*checkpoints.values(), folder / _STAGING]
-            if ours:
-                old += [*weights, *(folder / name for name in (SAFE_WEIGHTS_INDEX_NAME, CONFIG_NAME))]
-                old += [folder / TRAINER_STATE_NAME, folder / "training_args.json"]
-            for path in old:
-                if path.is_dir():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink(missing_ok=True)
-    return None
-
-
-def _can_resume(checkpoint: Path) -> bool:
-    # Without the optimizer's state, as in an output folder or with save_only_model, Trainer would begin a new one.
-    return (checkpoint / TRAINER_STATE_NAME).exists() and any(checkpoint.glob("rng_state*.pth"))
-
-
-__all__ = ["PretrainingArguments", "PretrainingTrainer", "keep_freed_memory", "last_checkpoint"]
+__all__ = ["PretrainingArguments", "PretrainingTrainer", "keep_freed_memory"]

@@ -26,7 +26,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
 from hub_cards.eos_tokenizer import save_tokenizer
-from trainers.base_trainer import last_checkpoint
+from trainers.checkpoints import last_checkpoint
 from trainers.finetune_data import DevelopmentSet
 from trainers.finetune_model import STAGING, has_adapters
 

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
 from modeling_retromae import RetroMAEForPreTraining
 from trainers.arguments import parse_recipe, run_script
-from trainers.base_trainer import last_checkpoint
+from trainers.checkpoints import last_checkpoint
 from trainers.data.masking import RetroMAECollator
 from trainers.data.prepared import load_sequences, mix_groups
 from trainers.retromae_trainer import RetroMAETrainer, RetroMAETrainingArguments

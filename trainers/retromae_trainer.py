@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 from hub_cards.validation import sibling_groups, sibling_retrieval
 from trainers.base_trainer import PretrainingArguments, PretrainingTrainer
 from trainers.data.masking import NumberedExamples
+from trainers.mishaps import without_ids
 
 
 @dataclass
@@ -70,7 +71,8 @@ class RetroMAETrainer(PretrainingTrainer):
         if not batch_samples:
             return None
         model = self.accelerator.unwrap_model(self.model)
-        items = sum(model.count_items(**self._prepare_inputs(batch)) for batch in batch_samples).to(device)
+        batches = (self._prepare_inputs(without_ids(batch)) for batch in batch_samples)
+        items = sum(model.count_items(**batch) for batch in batches).to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             items = self.accelerator.gather(items[None]).sum(0)
         return items
@@ -119,6 +121,8 @@ class RetroMAETrainer(PretrainingTrainer):
         measured = {name: total / max(counts[name], 1) for name, total in sums.items()}
         measured["loss"] = measured["encoder_loss"] + measured["decoder_loss"]
         return measured | {f"sibling_{name}": value for name, value in siblings.items()}
+
+    _what_takes_memory = "max_seq_length"
 
     def _tokenizers(self) -> dict:
         return {"": self.data_collator.tokenizer}

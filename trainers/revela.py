@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, set_seed
 from hub_cards.eos_tokenizer import append_eos
 from modeling_revela import RevelaForPreTraining
 from trainers.arguments import parse_recipe, run_script
-from trainers.base_trainer import last_checkpoint
+from trainers.checkpoints import last_checkpoint
 from trainers.data.collator import GroupCollator
 from trainers.data.prepared import load_groups, mix_groups
 from trainers.revela_trainer import RevelaTrainer, RevelaTrainingArguments

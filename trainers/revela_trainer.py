@@ -148,6 +148,8 @@ class RevelaTrainer(PretrainingTrainer):
         gain = retrieval_gain(model, self._batches(rows))
         return gain | {f"sibling_{name}": value for name, value in siblings.items()}
 
+    _what_takes_memory = "max_length or group_size"
+
     def _tokenizers(self) -> dict:
         return {"": self.data_collator.retriever_tokenizer, "lm_tokenizer": self.data_collator.lm_tokenizer}
 

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from transformers.trainer import safe_globals
 
 from modeling_revela import RevelaForPreTraining
-from trainers.base_trainer import last_checkpoint
+from trainers.checkpoints import clear_output, last_checkpoint
 from trainers.revela_trainer import RevelaTrainingArguments
 
 ROOT = Path(__file__).parent.parent.parent
@@ -96,7 +97,12 @@ def test_output_folder_holds_the_final_model_whole(whole_run):
     out = Path(whole_run.args.output_dir)
     assert not list(out.rglob(".saving*"))
     inside = {path.name for path in (out / "checkpoint-6").iterdir()}
-    assert inside - {path.name for path in out.iterdir()} == {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
+    assert inside - {path.name for path in out.iterdir()} == {
+        "optimizer.pt",
+        "scheduler.pt",
+        "rng_state.pth",
+        "manifest.json",
+    }
 
 
 # Resuming
@@ -150,6 +156,68 @@ def test_what_cannot_be_resumed_exactly_is_refused(finished_run, tmp_path, where
         last_checkpoint(arguments(tmp_path, resume_from_checkpoint=str(path)))
 
 
+def cut(name: str):
+    def spoil(checkpoint: Path) -> None:
+        os.truncate(checkpoint / name, (checkpoint / name).stat().st_size // 2)
+
+    return spoil
+
+
+def cut_unsealed(checkpoint: Path) -> None:
+    """As a checkpoint of other trainers is: without word of its files' sizes."""
+    (checkpoint / "manifest.json").unlink()
+    cut("model.safetensors")(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (cut("model.safetensors"), "model.safetensors has .* bytes, and .* were written"),
+        (cut("optimizer.pt"), "optimizer.pt has .* bytes"),
+        (cut("trainer_state.json"), "trainer_state.json has .* bytes"),
+        (cut_unsealed, "model.safetensors is no whole safetensors file"),
+        (lambda checkpoint: (checkpoint / "optimizer.pt").unlink(), "lacks optimizer.pt"),
+        (lambda checkpoint: (checkpoint / "lm_tokenizer" / "tokenizer.json").unlink(), "lacks lm_tokenizer/"),
+        (lambda checkpoint: (checkpoint / "pytorch_model.bin").touch(), "holds pytorch_model.bin, a pickle"),
+    ],
+    ids=["weights", "optimizer", "state", "unsealed", "no-optimizer", "no-tokenizer", "pickle"],
+)
+def test_damaged_checkpoint_is_found_and_the_one_before_offered(finished_run, tmp_path, spoil, message):
+    for step in (1, 2):
+        shutil.copytree(finished_run / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
+    spoil(tmp_path / "checkpoint-2")
+    offer = f"go on from the one before with --resume_from_checkpoint {tmp_path / 'checkpoint-1'}"
+    for resume in ("true", str(tmp_path / "checkpoint-2")):
+        with pytest.raises(ValueError, match=f"checkpoint-2 (is broken: )?{message}.*{offer}"):
+            last_checkpoint(arguments(tmp_path, resume_from_checkpoint=resume))
+    assert last_checkpoint(arguments(tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint-1")))
+
+
+def test_checkpoint_that_lacks_a_weight_is_not_gone_on_from(finished_run, run_training, lora, tmp_path):
+    checkpoint = shutil.copytree(finished_run / "checkpoint-2", tmp_path / "checkpoint-2")
+    weights = load_file(checkpoint / "model.safetensors")
+    name = next(name for name in sorted(weights) if "lora_A" in name)
+    del weights[name]
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    (checkpoint / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=f"lacks 1 weights.*{name}"):
+        run_training(tmp_path / "out", model=lora, resume_from_checkpoint=str(checkpoint))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"per_device_train_batch_size": 2}, "written with 1 rows a step .*this run has 2"),
+        ({"seed": 7}, "42 seed, and this run has 7"),
+    ],
+)
+def test_resuming_at_another_place_in_the_data_is_refused(
+    finished_run, run_training, lora, tmp_path, options, message
+):
+    with pytest.raises(ValueError, match=message):
+        run_training(tmp_path, model=lora, resume_from_checkpoint=str(finished_run / "checkpoint-2"), **options)
+
+
 def test_resume_without_a_checkpoint_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="no checkpoint to resume from"):
         last_checkpoint(arguments(tmp_path, resume_from_checkpoint="true"))
@@ -196,7 +264,10 @@ def test_earlier_run_without_checkpoints_is_refused_too(earlier_run):
 
 
 def test_overwriting_deletes_what_the_run_wrote_and_nothing_else(earlier_run):
+    before = sorted(earlier_run.rglob("*"))
     assert last_checkpoint(arguments(earlier_run, overwrite_output=True)) is None
+    assert sorted(earlier_run.rglob("*")) == before, "the run might yet fail to start"
+    clear_output(earlier_run)
     for name in ("notes.txt", "checkpoint-notes.md", "data/my.safetensors", "runs/events"):
         assert (earlier_run / name).read_text() == "mine"
     assert not list(earlier_run.glob("checkpoint-?")) and not (earlier_run / "model.safetensors").exists()
@@ -210,6 +281,19 @@ def test_overwriting_writes_a_new_run(earlier_run, run_training, lora):
     assert not list(earlier_run.glob("checkpoint-?"))
     assert json.loads((earlier_run / "trainer_state.json").read_text())["global_step"] == 1
     RevelaForPreTraining.from_pretrained(earlier_run)
+
+
+def test_a_run_that_cannot_start_deletes_nothing(earlier_run, run_training, lora):
+    before = sorted(earlier_run.rglob("*"))
+    with pytest.raises(ValueError, match="no-such-set"):
+        run_training(earlier_run, model=lora, data={"train_sets": ["no-such-set"]}, overwrite_output=True)
+    assert sorted(earlier_run.rglob("*")) == before
+
+
+def test_checkpoints_of_another_model_are_not_overwritten(tiny_bert_folder, tmp_path):
+    shutil.copytree(tiny_bert_folder, tmp_path / "checkpoint-4")
+    with pytest.raises(FileExistsError, match="checkpoint-4 holds a model that is no Revela run"):
+        last_checkpoint(arguments(tmp_path, overwrite_output=True))
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
