@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -80,8 +81,8 @@ def alone(jobs, tmp_path_factory):
     return {name: run_alone(*job, tmp_path_factory.mktemp("alone") / name) for name, job in jobs.items()}
 
 
-def launch(strategy: str, runs: list, folder: Path) -> None:
-    """Run all of (method, arguments) in two processes."""
+def launch(strategy: str, runs: list, folder: Path, killed: str | None = None) -> None:
+    """Run all of (method, arguments) in two processes, of which one may be killed, which has to end them all."""
     split = json.loads((ROOT / "trainers" / "deepspeed" / "zero3.json").read_text())
     split["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     (folder / "zero3-all-split.json").write_text(json.dumps(split))
@@ -91,10 +92,12 @@ def launch(strategy: str, runs: list, folder: Path) -> None:
     environment = os.environ | {"HF_DATASETS_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     if strategy == "fsdp2":
         environment["FSDP_ON_CPU"] = "1"
+    if killed is not None:
+        environment["KILLED"] = killed
     done = subprocess.run(
         list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0, done.stderr[-6000:]
+    assert (done.returncode == 0) == (killed is None), done.stderr[-6000:]
 
 
 def log_of(out: Path) -> dict[int, dict]:
@@ -145,6 +148,38 @@ def test_two_processes_and_their_checkpoints_are_one_process_own(strategy, jobs,
             *jobs[name], tmp_path / f"{name}-alone", resume_from_checkpoint=tmp_path / name / "checkpoint-2"
         )
         assert_same_run(alone[name], resumed, first_step=3)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp2"])
+def test_run_goes_on_after_a_process_was_killed_within_a_step(strategy, jobs, alone, tmp_path):
+    cpu = {} if strategy == "fsdp2" else {"use_cpu": "true"}
+    out = tmp_path / "out"
+    launch(strategy, [("revela", arguments(*jobs["lora"], 2, out, **cpu))], tmp_path, killed="1:4")
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert not (out / "config.json").exists()
+    again = arguments(*jobs["lora"], 2, out, resume_from_checkpoint="true", **cpu)
+    launch(strategy, [("revela", again)], tmp_path)
+    assert_same_run(alone["lora"], out, first_step=3)
+
+
+def test_two_machines_do_what_one_process_does(jobs, alone, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "revela_hub", "train", "revela", "--launch-config", "cpu"]
+    command += ["--num-processes", "2", "--num-machines", "2", "--main-process-ip", "127.0.0.1"]
+    command += ["--main-process-port", str(port), *arguments(*jobs["lora"], 2, tmp_path / "out")]
+    environment = os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    machines = [
+        subprocess.Popen(
+            [*command, "--machine-rank", rank], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+        )
+        for rank in "01"
+    ]
+    for machine in machines:
+        _, errors = machine.communicate(timeout=300)
+        assert machine.returncode == 0, errors[-6000:]
+    assert_same_run(alone["lora"], tmp_path / "out")
 
 
 def test_adapters_are_moved_and_read_back(alone):
