@@ -175,6 +175,8 @@ class RevelaForPreTraining(RevelaPreTrainedModel):
     def _read_left_out(self) -> None:
         own = self.state_dict()
         left_out = self._left_out()
+        if not left_out:
+            return
         for prefix, module, auto_class, source in self._frozen_halves():
             base = auto_class.from_pretrained(source, dtype=module.dtype).state_dict()
             for name in (name for name in left_out if name.startswith(prefix)):

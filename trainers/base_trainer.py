@@ -299,6 +299,12 @@ class PretrainingTrainer(Trainer):
             # What an evaluation calls besides `forward` has to gather the weights as well.
             register_fsdp_forward_method(self.model, "embed")
         else:
+            if self.args.bf16:
+                # ZeRO-3 reads backbones in bfloat16; adapters and what else was made beside them are float32 still.
+                # Of all that is trained DeepSpeed keeps float32 copies.
+                for parameter in self.model.parameters():
+                    if not hasattr(parameter, "ds_id"):
+                        parameter.data = parameter.data.bfloat16()
             prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         if resume_from_checkpoint is not None:
             if self.is_deepspeed_enabled:

@@ -119,6 +119,13 @@ def test_a_frozen_adapter_is_stored_all_the_same(make_trained, tmp_path):
     assert set(load_file(tmp_path / "model.safetensors")) == expected
 
 
+def test_a_whole_checkpoint_needs_no_backbone(make_trained, tmp_path):
+    model = make_trained("lora")
+    model.config.retriever_name_or_path = model.config.lm_name_or_path = str(tmp_path / "moved-away")
+    model.save_pretrained(tmp_path)
+    assert torch.equal(run(RevelaForPreTraining.from_pretrained(tmp_path))[0], run(model)[0])
+
+
 def test_auto_class_needs_no_trust_where_the_package_is_installed(make_trained, tmp_path):
     model = make_trained("lora")
     model.save_pretrained(tmp_path)

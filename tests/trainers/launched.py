@@ -1,8 +1,8 @@
 """
 Several trainings in one group of processes, which saves starting them anew: `accelerate launch launched.py JOBS.json`.
 
-JOBS.json is a list of [method, arguments]. With KILLED=RANK:STEP that process dies within that step. With FSDP_ON_CPU=1
-accelerate, which knows FSDP on GPUs only, is made to take the processes of the CPU for such.
+JOBS.json is a list of [method, arguments]. With KILLED=RANK:STEP that process dies within that step. With
+FSDP_ON_CPU=1 accelerate, which knows FSDP on GPUs only, is made to take the processes of the CPU for such.
 """
 
 import importlib
