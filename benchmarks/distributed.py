@@ -5,19 +5,20 @@ Several processes: time and bytes sent a step, and the memory of each, measured;
 
 Measured: full fine-tuning of two random Llamas (retriever and LM) in float32 with Adam, one process and two on one
 machine's loopback (gloo), under each strategy. What is sent is what the loopback interface counted, so let nothing
-else use it. Memory is a process' peak; two sizes of model are run, and what the larger takes more is compared with
-what the formula of the table says, since interpreter and activations are the same in both.
+else use it. Memory is what the last process holds between two steps, when gradients are gone; two sizes of model are
+run, and what the larger takes more is compared with what the formula of the table says for weights and moments.
 
 Computed: weights, gradients and Adam's moments a device, from the shapes of the models (no activations): ZeRO-1 splits
 the optimizer, ZeRO-2 the gradients as well, ZeRO-3 and FSDP2 all of it.
 """
 
 import argparse
+import ctypes
+import gc
 import importlib.util
 import json
 import os
 import platform
-import resource
 import subprocess
 import sys
 import tempfile
@@ -42,16 +43,18 @@ LORA_RANK = 256
 GIB = 2**30
 
 
-def bytes_a_device(frozen: int, trained: int, stage: int, devices: int, weight: int = 4, master: int = 0) -> float:
+def bytes_a_device(
+    frozen: int, trained: int, stage: int, devices: int, weight: int = 4, gradient: int = 4, master: int = 0
+) -> float:
     """
     State of a model with `frozen` and `trained` parameters, in bytes a device.
 
     Args:
         stage: of ZeRO; 0 for one copy of everything on each device.
-        weight: bytes of a weight and of its gradient in use; `master`: of the copy that the optimizer keeps.
+        weight, gradient, master: bytes of a weight, of its gradient, and of the copy that the optimizer keeps.
     """
     optimizer = trained * (8 + master) / (devices if stage >= 1 else 1)
-    gradients = trained * weight / (devices if stage >= 2 else 1)
+    gradients = trained * gradient / (devices if stage >= 2 else 1)
     weights = (frozen + trained) * weight / (devices if stage >= 3 else 1)
     return optimizer + gradients + weights
 
@@ -69,15 +72,21 @@ def child(settings: dict) -> None:
         PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
     from transformers import TrainerCallback
 
-    from trainers.data.prepared import load_groups  # noqa: F401  (imports count in both sizes alike)
+    from trainers import base_trainer
     from trainers.revela import DataArguments, ModelArguments, train
     from trainers.revela_trainer import RevelaTrainingArguments
 
+    # What is freed has to go back to the system, to be seen in what a process holds.
+    base_trainer.keep_freed_memory = lambda: None
+
     class Clock(TrainerCallback):
         marks: list = []
+        held = 0
 
         def on_step_end(self, args, state, control, **kwargs):
             self.marks.append((time.perf_counter(), loopback_bytes()))
+            if state.global_step == STEPS:
+                Clock.held = resident_bytes()
 
     folder, processes = Path(settings["folder"]), settings["processes"]
     on_cpu = {} if settings["strategy"] == "fsdp2" else {"use_cpu": True}
@@ -92,14 +101,18 @@ def child(settings: dict) -> None:
         ),
         callbacks=[Clock()],
     )  # fmt: skip
-    if int(os.environ.get("RANK", "0")) == 0:
-        # The first two steps make states and buffers.
-        marks = Clock.marks[1:]
-        seconds = sorted(b[0] - a[0] for a, b in zip(marks, marks[1:], strict=False))
-        sent = sorted(b[1] - a[1] for a, b in zip(marks, marks[1:], strict=False))
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        result = {"seconds": seconds[0], "sent": sent[0] / max(processes, 1), "peak": peak}
-        Path(settings["result"]).write_text(json.dumps(result))
+    # The first two steps make states and buffers.
+    marks = Clock.marks[1:]
+    seconds = min(b[0] - a[0] for a, b in zip(marks, marks[1:], strict=False))
+    sent = min(b[1] - a[1] for a, b in zip(marks, marks[1:], strict=False))
+    result = {"seconds": seconds, "sent": sent / processes, "held": Clock.held}
+    Path(settings["result"] + os.environ.get("RANK", "0")).write_text(json.dumps(result))
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def loopback_bytes() -> int:
@@ -140,7 +153,7 @@ def make_inputs(folder: Path) -> None:
 def measure(folder: Path, strategy: str, size: str) -> dict:
     processes = 1 if strategy == "one process" else 2
     settings = {"strategy": strategy, "size": size, "processes": processes, "folder": str(folder)}
-    settings["result"] = str(folder / f"{strategy}-{size}.json")
+    settings["result"] = str(folder / f"{strategy}-{size}-")
     config = ROOT / "trainers" / "accelerate_configs" / f"{'cpu' if processes == 1 else strategy}.yaml"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     command += ["--num_processes", str(processes), "--main_process_port", "0", __file__, "--child"]
@@ -148,7 +161,8 @@ def measure(folder: Path, strategy: str, size: str) -> dict:
     done = subprocess.run([*command, json.dumps(settings)], env=environment, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{strategy}, {size}: {done.stderr[-3000:]}")
-    return json.loads(Path(settings["result"]).read_text())
+    first, last = (json.loads(Path(f"{settings['result']}{rank}").read_text()) for rank in (0, processes - 1))
+    return first | {"held": last["held"]}
 
 
 def measured_table(folder: Path) -> list[str]:
@@ -162,15 +176,15 @@ def measured_table(folder: Path) -> list[str]:
     first = results["one process", "large"]
     lines = [
         "| | s a step | against one process | MB sent a process and step | in weights "
-        "| larger − smaller model, MB | computed |",
+        "| held more by the larger model, MB | computed |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for strategy in strategies:
         large, small = results[strategy, "large"], results[strategy, "small"]
         devices = 1 if strategy == "one process" else 2
-        grown = large["peak"] - small["peak"]
+        grown = large["held"] - small["held"]
         more = counts["large"] - counts["small"]
-        computed = bytes_a_device(0, more, STAGES[strategy], devices)
+        computed = bytes_a_device(0, more, STAGES[strategy], devices, gradient=0)
         lines.append(
             f"| {strategy} | {large['seconds']:.2f} | {large['seconds'] / first['seconds']:.2f} | "
             f"{large['sent'] / 1e6:.1f} | {large['sent'] / (4 * counts['large']):.2f} | {grown / 1e6:.0f} | "
@@ -208,9 +222,8 @@ def computed_table() -> list[str]:
                 if way == "full":
                     frozen, trained = 0, frozen
                 # DeepSpeed and FSDP2 hold bfloat16 weights, and float32 copies of what is trained.
-                cells.append([
-                    bytes_a_device(frozen, trained, stage, devices, weight=2, master=4) / GIB for stage in range(4)
-                ])  # fmt: skip
+                sizes = {"weight": 2, "gradient": 2, "master": 4}
+                cells.append([bytes_a_device(frozen, trained, stage, devices, **sizes) / GIB for stage in range(4)])
             both = " | ".join(f"{adapters:.1f} / {full:.1f}" for adapters, full in zip(*cells, strict=True))
             lines.append(f"| {name} | {devices} | {both} |")
     return lines
