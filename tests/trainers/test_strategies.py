@@ -50,6 +50,7 @@ def jobs(tiny_lm_folder, bert_folder, mlm_folder, prepared_folder, sequences_fol
     """Method and options of each run."""
     two = {"retriever_name_or_path": bert_folder, "lm_name_or_path": tiny_lm_folder, "retriever_pooling": "mean"}
     lora = {"retriever_lora_r": 4, "lm_lora_r": 4, "trainable_temperature": "true", "gradient_checkpointing": "true"}
+    lora["embed_batch_size"] = 7
     return {
         "full": ("revela", REVELA | SGD | {"retriever_name_or_path": tiny_lm_folder, "train_sets": prepared_folder}),
         "lora": ("revela", REVELA | ADAM | two | lora | {"train_sets": prepared_folder}),
