@@ -45,6 +45,9 @@ class RevelaConfig(PreTrainedConfig):
             Which part of a chunk its query embedding sees: `"first_half"` (prose) or `"full"` (code), B.5.
         similarity_span_ratio (`float`, defaults to 0.5): the share of the tokens that `"first_half"` keeps.
         pooling (`str`, defaults to `"eos"`): `"eos"` (last real token), `"cls"` or `"mean"`.
+        embed_batch_size (`int`, *optional*):
+            Chunks that the retriever embeds in a forward pass; `None` for all at once. Memory for its activations then
+            no longer grows with the group, for one forward pass more of the retriever; the gradients stay the same.
         query_prompt (`str`, defaults to `"query: "`), document_prompt (`str`, defaults to `"passage: "`):
             Put before the text of either side; lower-case, as in the authors' code and released checkpoints.
         freeze_lm (`bool`, defaults to `False`): leave the LM as it is and train the retriever (and gates) only.
@@ -78,6 +81,7 @@ class RevelaConfig(PreTrainedConfig):
         similarity_span: str = "first_half",
         similarity_span_ratio: float = 0.5,
         pooling: str = "eos",
+        embed_batch_size: int | None = None,
         query_prompt: str = "query: ",
         document_prompt: str = "passage: ",
         freeze_lm: bool = False,
@@ -103,6 +107,7 @@ class RevelaConfig(PreTrainedConfig):
         self.similarity_span = similarity_span
         self.similarity_span_ratio = similarity_span_ratio
         self.pooling = pooling
+        self.embed_batch_size = embed_batch_size
         self.query_prompt = query_prompt
         self.document_prompt = document_prompt
         self.freeze_lm = freeze_lm
@@ -137,6 +142,8 @@ class RevelaConfig(PreTrainedConfig):
             raise ValueError(f"`similarity_temperature` must be above 0, not {self.similarity_temperature}.")
         if not 0 < self.similarity_span_ratio < 1:
             raise ValueError(f"`similarity_span_ratio` must lie between 0 and 1, not {self.similarity_span_ratio}.")
+        if self.embed_batch_size is not None and not self.embed_batch_size >= 1:
+            raise ValueError(f"`embed_batch_size` must be at least 1, or None, not {self.embed_batch_size}.")
         if not 0 <= self.weight_floor < 1e-2:
             raise ValueError(
                 f"`weight_floor` must lie between 0 and 0.01, not {self.weight_floor}: a higher floor shows."

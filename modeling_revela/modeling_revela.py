@@ -5,7 +5,9 @@ import os
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.dynamic_module_utils import custom_object_save
@@ -196,7 +198,37 @@ class RevelaForPreTraining(RevelaPreTrainedModel):
         )
 
     def embed(self, input_ids: torch.LongTensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """(B, L) token ids and mask -> (B, d) L2-normalised embeddings, float32 or wider."""
+        """
+        (B, L) token ids and mask -> (B, d) L2-normalised embeddings, float32 or wider.
+
+        With `embed_batch_size` in slices of chunks of like length, each a forward pass of the retriever of its own:
+        the same embeddings and gradients, while only one slice's activations are held.
+        """
+        if self.config.embed_batch_size is None:
+            return self._embed(input_ids, attention_mask)
+        rows = len(input_ids)
+        count = -(-rows // self.config.embed_batch_size)
+        if torch.is_grad_enabled() and dist.is_available() and dist.is_initialized():
+            # ZeRO-3 and FSDP2 gather weights at each forward pass, so all processes must make as many.
+            most = torch.tensor(count, device=input_ids.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            count = int(most)
+        lengths = _last_real(attention_mask) + 1
+        order = lengths.argsort(descending=True, stable=True)
+        # Where another process has more slices than this one chunks, what one chunk gives again is left out below.
+        slices = torch.cat((order, order[:1].expand(max(0, count - rows)))).tensor_split(count)
+        longest = lengths[torch.stack([chosen[0] for chosen in slices])].tolist()
+        # Activation checkpointing of a whole slice is gradient caching (arXiv 2101.06983): the forward pass keeps only
+        # token ids and the state of the random numbers; the backward pass, which has the gradient of all embeddings
+        # by then, embeds a slice once more, with the same dropout, and is through with it before it takes the next.
+        # Being a part of the graph it needs no second backward pass that Trainer, DDP or DeepSpeed had to know of.
+        embeddings = [
+            checkpoint(self._embed, input_ids[chosen, :length], attention_mask[chosen, :length], use_reentrant=False)
+            for chosen, length in zip(slices, longest, strict=True)
+        ]
+        return torch.cat(embeddings)[order.argsort()]
+
+    def _embed(self, input_ids: torch.LongTensor, attention_mask: torch.Tensor) -> torch.Tensor:
         # A decoder would keep a key-value cache for every chunk otherwise.
         options = {"use_cache": False} if hasattr(self.retriever.config, "use_cache") else {}
         hidden = self.retriever(input_ids=input_ids, attention_mask=attention_mask, **options).last_hidden_state
@@ -391,12 +423,17 @@ def pool(hidden: torch.Tensor, attention_mask: torch.Tensor, pooling: str) -> to
         mask = attention_mask.unsqueeze(-1).to(hidden.dtype)
         return (hidden * mask).sum(1) / mask.sum(1)
     positions = torch.arange(attention_mask.shape[1], device=hidden.device)
-    real = attention_mask.bool()
     if pooling == "eos":
-        index = torch.where(real, positions, -1).amax(-1)
+        index = _last_real(attention_mask)
     else:
-        index = torch.where(real, positions, attention_mask.shape[1] - 1).amin(-1)
+        index = torch.where(attention_mask.bool(), positions, attention_mask.shape[1] - 1).amin(-1)
     return hidden[torch.arange(hidden.shape[0], device=hidden.device), index]
+
+
+def _last_real(attention_mask: torch.Tensor) -> torch.Tensor:
+    """(B, L) mask -> (B,), the position of the last real token."""
+    positions = torch.arange(attention_mask.shape[1], device=attention_mask.device)
+    return torch.where(attention_mask.bool(), positions, -1).amax(-1)
 
 
 def _normalise(embeddings: torch.Tensor) -> torch.Tensor:

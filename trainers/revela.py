@@ -68,6 +68,13 @@ class ModelArguments:
     weight_floor: float = field(default=1e-7, metadata={"help": "In-batch weights at or below it are skipped."})
     query_prompt: str = field(default="query: ", metadata={"help": "Put before a chunk as query."})
     document_prompt: str = field(default="passage: ", metadata={"help": "Put before a chunk as passage."})
+    embed_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Chunks the retriever embeds at a time: less memory in large groups, one more forward pass of it, "
+            "the same gradients. All at once, if left out."
+        },
+    )
     save_backbones: bool = field(
         default=True,
         metadata={"help": "Put frozen backbone weights into checkpoints; False reads them again from their source."},
@@ -141,6 +148,7 @@ def load_model(arguments: ModelArguments) -> RevelaForPreTraining:
         weight_floor=arguments.weight_floor,
         query_prompt=arguments.query_prompt,
         document_prompt=arguments.document_prompt,
+        embed_batch_size=arguments.embed_batch_size,
         save_backbones=arguments.save_backbones,
         dtype=getattr(torch, arguments.dtype),
         trust_remote_code=arguments.trust_remote_code,

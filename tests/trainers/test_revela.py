@@ -118,6 +118,7 @@ def test_model_arguments_reach_the_config(tiny_lm_folder, tiny_bert_folder):
         similarity_span="full",
         similarity_span_ratio=0.3,
         weight_floor=0.0,
+        embed_batch_size=3,
         query_prompt="q ",
         document_prompt="d ",
         save_backbones=False,
@@ -126,7 +127,7 @@ def test_model_arguments_reach_the_config(tiny_lm_folder, tiny_bert_folder):
     for name in (
         "v_norm", "in_batch_gate", "in_batch_gate_init", "include_diagonal", "dual_loss", "trainable_temperature",
         "similarity_dtype", "similarity_span", "similarity_span_ratio", "weight_floor", "query_prompt",
-        "document_prompt", "save_backbones", "freeze_lm",
+        "document_prompt", "save_backbones", "freeze_lm", "embed_batch_size",
     ):  # fmt: skip
         assert getattr(config, name) == getattr(arguments, name), name
     assert (config.pooling, config.similarity_temperature) == ("mean", 0.1)

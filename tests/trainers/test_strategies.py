@@ -29,7 +29,9 @@ COMMON = {
     "max_steps": 4, "logging_steps": 1, "report_to": "none", "disable_tqdm": "true",
     "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "lr_scheduler_type": "cosine",
 }  # fmt: skip
-REVELA = COMMON | {"temperature": 0.01, "in_batch_gate": "true", "max_length": 96, "validation_groups": 4}
+REVELA = COMMON | {
+    "temperature": 0.01, "in_batch_gate": "true", "max_length": 96, "validation_groups": 4, "embed_batch_size": 7,
+}  # fmt: skip
 # Of Adam with a large epsilon an update is as near as the gradients are.
 ADAM = {"learning_rate": 2e-2, "adam_epsilon": 1e-3, "weight_decay": 0.01}
 SGD = {"optim": "sgd", "learning_rate": 0.05}
