@@ -168,6 +168,8 @@ class RevelaForCausalLM(RevelaPreTrainedModel):
                 reentrant activation checkpointing, a backbone whose layers never reach the attention interface.
         """
         if in_batch_weights is None:
+            if num_items_in_batch is not None:
+                kwargs["num_items_in_batch"] = num_items_in_batch
             return self.backbone(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
         rows, length = input_ids.shape
         self._check_in_batch(rows, in_batch_weights)

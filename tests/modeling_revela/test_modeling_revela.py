@@ -50,6 +50,14 @@ def test_without_weights_it_is_the_backbone(family, side):
     assert torch.equal(output.loss, expected.loss)
 
 
+def test_without_weights_num_items_in_batch_divides_the_loss(batch):
+    stock = make_lm(dtype=torch.float32)
+    model = RevelaForCausalLM.from_backbone(copy.deepcopy(stock)).eval()
+    found = model(**batch, num_items_in_batch=torch.tensor(100)).loss
+    assert torch.equal(found, stock(**batch, num_items_in_batch=torch.tensor(100)).loss)
+    assert found.item() == pytest.approx(model(**batch).loss.item() * (9 + 6 + 8 - 3) / 100, rel=1e-5)
+
+
 def test_generates_as_the_backbone():
     batch = pad_chunks(make_chunks((9, 6, 8)), "left")
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
