@@ -245,9 +245,10 @@ class RevelaForCausalLM(RevelaPreTrainedModel, GenerationMixin):
             scored = scored & attention_mask[:, :-1].bool()
         targets = labels[:, 1:][scored]
         output["num_target_tokens"] = scored.sum()
-        if targets.numel() == 0:
+        if targets.numel() == 0 and num_items_in_batch is None:
             raise ValueError("`labels` leave no token to predict: every one is -100 or the first of its chunk.")
-        count = targets.numel() if num_items_in_batch is None else num_items_in_batch
+        # A part of a step may have nothing to predict, such as chunks of one token: it adds nothing.
+        count = targets.numel() if num_items_in_batch is None else max(num_items_in_batch, 1)
         in_batch_loss = self._summed_loss(hidden[rows:, :-1][scored], targets) / count
         # A copy: Trainer scales the loss in place.
         output["in_batch_loss"] = in_batch_loss.detach().clone()

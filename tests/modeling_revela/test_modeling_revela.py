@@ -176,6 +176,17 @@ def test_num_items_in_batch_makes_any_split_of_the_groups_equal():
     assert alone.loss.item() == pytest.approx(whole.loss.item(), rel=1e-9)
 
 
+def test_a_part_of_a_step_without_a_target_adds_nothing(batch):
+    lm = make_lm()
+    model = RevelaForCausalLM.from_backbone(lm)
+    batch["labels"][:] = -100
+    for items in (torch.tensor(7), torch.tensor(0)):
+        output = model(**batch, in_batch_weights=random_weights(3), num_items_in_batch=items)
+        output.loss.backward()
+        assert output.loss == output.next_token_loss == output.num_target_tokens == 0
+    assert all(not parameter.grad.any() for parameter in lm.parameters())
+
+
 def test_first_token_after_left_padding_is_no_target():
     chunks = make_chunks((9, 4))
     model = RevelaForCausalLM.from_backbone(make_lm())
