@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import modeling_revela.modeling_revela as remote_code
+from hub_cards.backbones import positions
 from hub_cards.eos_tokenizer import save_tokenizer
 
 _POOLING = {"eos": "lasttoken", "cls": "cls_token", "mean": "mean_tokens"}
@@ -38,7 +39,7 @@ def write_doors(
         max_length: tokens a text may have; less where the model or its tokenizer takes fewer.
     """
     model = model.to(dtype)
-    max_length = min(max_length, tokenizer.model_max_length, _positions(model) or max_length)
+    max_length = min(max_length, tokenizer.model_max_length, positions(model) or max_length)
     # One record of how the embedding is made; sentence-transformers' files below say the same in its own terms.
     model.config.revela = {
         "pooling": pooling,
@@ -60,14 +61,6 @@ def copy_code(folder: Path) -> None:
     for file in Path(inspect.getfile(remote_code)).parent.glob("*.py"):
         if file.name != "__init__.py":
             shutil.copy(file, folder / file.name)
-
-
-def _positions(model: PreTrainedModel) -> int | None:
-    """How many tokens a model has positions for; RoBERTa's table counts from behind the padding token's."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    table = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
-    padding = getattr(table, "padding_idx", None)
-    return positions if positions is None or padding is None else positions - padding - 1
 
 
 def _write_sentence_transformers_files(config, folder: Path) -> None:

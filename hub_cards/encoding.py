@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from sentence_transformers import SentenceTransformer
 
+from hub_cards.backbones import set_pad_token
 from hub_cards.ranking import as_tensor
 
 
@@ -21,9 +22,8 @@ def load_model(model: str | Path | SentenceTransformer) -> SentenceTransformer:
         hint = "" if Path(model).exists() else " There is no such folder, so it was taken for a Hub id."
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ValueError(f"{model} does not load as a sentence-transformers model.{hint} ({reason})") from error
-    if loaded.tokenizer is not None and loaded.tokenizer.pad_token is None:
-        # A raw decoder as baseline: any token will do, since padding is masked.
-        loaded.tokenizer.pad_token = loaded.tokenizer.eos_token or loaded.tokenizer.convert_ids_to_tokens(0)
+    if loaded.tokenizer is not None:
+        set_pad_token(loaded.tokenizer)  # a raw decoder as baseline has none
     return loaded
 
 

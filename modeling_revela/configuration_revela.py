@@ -57,6 +57,7 @@ class RevelaConfig(PreTrainedConfig):
             Whether a checkpoint carries the frozen weights below the adapters. `False` leaves them out, and
             `from_pretrained` reads them from `retriever_name_or_path` and `lm_name_or_path`.
         retriever_name_or_path (`str`, *optional*), lm_name_or_path (`str`, *optional*): where the backbones came from.
+        retriever_revision (`str`, *optional*), lm_revision (`str`, *optional*): of which commit, from the Hub.
 
     Raises:
         ValueError: for a value outside its range, naming the field.
@@ -90,6 +91,8 @@ class RevelaConfig(PreTrainedConfig):
         save_backbones: bool = True,
         retriever_name_or_path: str | None = None,
         lm_name_or_path: str | None = None,
+        retriever_revision: str | None = None,
+        lm_revision: str | None = None,
         **kwargs,
     ):
         self.lm_config = _as_config(lm_config)
@@ -116,6 +119,8 @@ class RevelaConfig(PreTrainedConfig):
         self.save_backbones = save_backbones
         self.retriever_name_or_path = retriever_name_or_path
         self.lm_name_or_path = lm_name_or_path
+        self.retriever_revision = retriever_revision
+        self.lm_revision = lm_revision
         self._check()
         super().__init__(**kwargs)
 

@@ -25,7 +25,11 @@ from .modeling_revela_lm import (
     add_lora,
     load_backbone,
     refuse_unknown_options,
+    take_loading_options,
 )
+
+# What a published folder's weights, config and tokenizer are found by.
+_WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
 @dataclass
@@ -73,9 +77,13 @@ class RevelaForPreTraining(RevelaPreTrainedModel):
         retriever: PreTrainedModel | None = None,
         backbone: PreTrainedModel | None = None,
     ):
+        asked = config._attn_implementation
         super().__init__(config)
+        # What was asked for is the retriever's: the LM has in-batch attention.
+        config._attn_implementation_internal = "sdpa"
         if retriever is None:
-            retriever = AutoModel.from_config(config.retriever_config, dtype=torch.get_default_dtype())
+            options = {"dtype": torch.get_default_dtype(), "attn_implementation": asked}
+            retriever = AutoModel.from_config(config.retriever_config, **options)
         self.retriever = add_lora(retriever, config.retriever_lora)
         for name, parameter in self.retriever.named_parameters():
             # BERT's own pooler is carried along for the export but takes no part in the embedding.
@@ -102,14 +110,22 @@ class RevelaForPreTraining(RevelaPreTrainedModel):
             retriever: any `AutoModel` backbone, loaded (used as it is) or a path or Hub id. A causal LM gives its
                 decoder.
             lm: any causal LM that uses transformers' attention interface, likewise.
-            options: fields of [`RevelaConfig`]; `dtype`, `token` and `trust_remote_code` go to `from_pretrained`.
+            options: fields of [`RevelaConfig`], `retriever_revision` and `lm_revision` among them, of which the models
+                are read; `cache_dir`, `dtype`, `local_files_only`, `token` and `trust_remote_code` go to
+                `from_pretrained`.
+
+        Raises:
+            ValueError: for an option that there is not, and what [`RevelaForCausalLM.from_backbone`] refuses.
         """
-        loading = {key: options[key] for key in ("dtype", "token", "trust_remote_code") if key in options}
-        retriever, retriever_name = load_backbone(AutoModel, retriever, options)
+        if "revision" in options:
+            raise ValueError("`revision` could mean either model: pass `retriever_revision` and `lm_revision`.")
+        loading = take_loading_options(options)
+        refuse_unknown_options(options)
+        revisions = [options.pop(f"{half}_revision", None) for half in ("retriever", "lm")]
+        retriever, retriever_name, retriever_revision = load_backbone(AutoModel, retriever, revisions[0], loading)
         if retriever.get_output_embeddings() is not None and hasattr(retriever, "get_decoder"):
             retriever = retriever.get_decoder()
-        lm, lm_name = load_backbone(AutoModelForCausalLM, lm, loading)
-        refuse_unknown_options(options)
+        lm, lm_name, lm_revision = load_backbone(AutoModelForCausalLM, lm, revisions[1], loading)
         if retriever is lm or retriever is lm.get_decoder():
             raise ValueError(
                 "`retriever` and `lm` are the same object: load the model twice, their weights part ways."
@@ -118,11 +134,13 @@ class RevelaForPreTraining(RevelaPreTrainedModel):
             retriever_config=retriever.config,
             lm_config=lm.config,
             retriever_name_or_path=retriever_name,
+            retriever_revision=retriever_revision,
             lm_name_or_path=lm_name,
+            lm_revision=lm_revision,
             **options,
         )
         model = cls(config, retriever=retriever, backbone=lm)
-        for prefix, *_, source in model._frozen_halves():
+        for prefix, _, _, source, _ in model._frozen_halves():
             if source is None and not config.save_backbones:
                 raise ValueError(
                     f"`save_backbones=False` leaves `{prefix}` out of checkpoints, yet that half is a model that came "
@@ -156,14 +174,17 @@ class RevelaForPreTraining(RevelaPreTrainedModel):
         super().tie_weights(**kwargs)
         missing_keys.difference_update(self._left_out(), self.all_tied_weights_keys)
 
-    def _frozen_halves(self) -> list[tuple[str, PreTrainedModel, type, str | None]]:
-        """(prefix of its weights, module, auto class, where it came from) of each half whose base is not trained."""
+    def _frozen_halves(self) -> list[tuple[str, PreTrainedModel, type, str | None, str | None]]:
+        """(prefix of its weights, module, auto class, where it came from, of which commit) of each half whose base is
+        not trained."""
         config = self.config
         halves = []
         if config.retriever_lora is not None:
-            halves.append(("retriever.", self.retriever, AutoModel, config.retriever_name_or_path))
+            source = config.retriever_name_or_path, config.retriever_revision
+            halves.append(("retriever.", self.retriever, AutoModel, *source))
         if config.lm_lora is not None or config.freeze_lm:
-            halves.append(("lm.backbone.", self.lm.backbone, AutoModelForCausalLM, config.lm_name_or_path))
+            source = config.lm_name_or_path, config.lm_revision
+            halves.append(("lm.backbone.", self.lm.backbone, AutoModelForCausalLM, *source))
         return halves
 
     def _left_out(self) -> set[str]:
@@ -174,13 +195,11 @@ class RevelaForPreTraining(RevelaPreTrainedModel):
         return {name for name in frozen if name.startswith(prefixes) and "lora_" not in name}
 
     @torch.no_grad()
-    def _read_left_out(self) -> None:
+    def _read_left_out(self, loading: dict) -> None:
         own = self.state_dict()
         left_out = self._left_out()
-        if not left_out:
-            return
-        for prefix, module, auto_class, source in self._frozen_halves():
-            base = auto_class.from_pretrained(source, dtype=module.dtype).state_dict()
+        for prefix, module, auto_class, source, revision in self._frozen_halves() if left_out else ():
+            base = auto_class.from_pretrained(source, revision=revision, dtype=module.dtype, **loading).state_dict()
             for name in (name for name in left_out if name.startswith(prefix)):
                 plain = name.removeprefix(prefix).replace(".base_layer.", ".")
                 if plain not in base or base[plain].shape != own[name].shape:
@@ -197,13 +216,15 @@ class RevelaForPreTraining(RevelaPreTrainedModel):
             self.config.similarity_temperature if self.log_temperature is None else self.log_temperature.float().exp()
         )
 
-    def embed(self, input_ids: torch.LongTensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    def embed(self, input_ids: torch.LongTensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """
-        (B, L) token ids and mask -> (B, d) L2-normalised embeddings, float32 or wider.
+        (B, L) token ids and mask (left out, all are real) -> (B, d) L2-normalised embeddings, float32 or wider.
 
         With `embed_batch_size` in slices of chunks of like length, each a forward pass of the retriever of its own:
         the same embeddings and gradients, while only one slice's activations are held.
         """
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
         if self.config.embed_batch_size is None:
             return self._embed(input_ids, attention_mask)
         rows = len(input_ids)
@@ -319,6 +340,10 @@ class RevelaForPreTraining(RevelaPreTrainedModel):
     def get_input_embeddings(self):
         return self.lm.get_input_embeddings()
 
+    def set_attn_implementation(self, attn_implementation: str | dict, *args, **kwargs) -> None:
+        """The retriever's alone, as in transformers: the LM keeps in-batch attention."""
+        self.retriever.set_attn_implementation(attn_implementation, *args, **kwargs)
+
 
 class RevelaModel(PreTrainedModel):
     """
@@ -348,22 +373,21 @@ class RevelaModel(PreTrainedModel):
         if backbone is None:
             backbone = AutoModel.from_config(config, dtype=torch.get_default_dtype(), trust_remote_code=False)
         self.backbone = backbone
-        self._tokenizer = None
+        self._tokenizer, self._where = None, {}
         self.post_init()
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, config: PreTrainedConfig | None = None, **kwargs):
         """As in transformers; the config is the stock backbone's, of whatever architecture."""
+        where = {name: kwargs[name] for name in _WHERE if name in kwargs}
         if config is None:
-            names = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
-            options = {name: kwargs[name] for name in names if name in kwargs}
-            config = AutoConfig.from_pretrained(pretrained_model_name_or_path, **options)
+            config = AutoConfig.from_pretrained(pretrained_model_name_or_path, **where)
         # The stock class reads its own weights, whether they were saved with a head (RetroMAE's masked LM) or not.
         kwargs["trust_remote_code"] = False
         found = AutoModel.from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
         backbone, *info = found if isinstance(found, tuple) else (found,)
         model = cls(config, backbone=backbone).eval()
-        model.name_or_path = str(pretrained_model_name_or_path)
+        model.name_or_path, model._where = str(pretrained_model_name_or_path), where
         return (model, *info) if info else model
 
     def save_pretrained(self, save_directory, *args, **kwargs):
@@ -395,7 +419,7 @@ class RevelaModel(PreTrainedModel):
         if isinstance(texts, str):
             raise TypeError("`texts` is one string: pass a list of strings.")
         if self._tokenizer is None:
-            self._tokenizer = AutoTokenizer.from_pretrained(self.name_or_path)
+            self._tokenizer = AutoTokenizer.from_pretrained(self.name_or_path, **self._where)
         # Batches of like length; the order is restored at the end.
         order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
         embeddings = torch.empty(len(texts), self.config.get_text_config().hidden_size)

@@ -5,14 +5,19 @@ import os
 from dataclasses import dataclass
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
-from transformers.utils import ModelOutput
+from transformers.utils import CONFIG_NAME, ModelOutput
 
 from .configuration_revela import RevelaConfig
 from .in_batch_attention import IN_BATCH_ATTENTION, InBatchContext
 from .linear_cross_entropy import linear_cross_entropy
+
+# What a checkpoint's loading passes on to that of the backbones it left out.
+_SOURCE_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "trust_remote_code")
+_LOADING_OPTIONS = ("cache_dir", "dtype", "local_files_only", "token", "trust_remote_code")
 
 
 @dataclass
@@ -47,12 +52,18 @@ class RevelaPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _supports_attention_backend = True
+    # The retriever says by itself whether it does.
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    # Their small updates would round away.
+    _keep_in_fp32_modules_strict = ["in_batch_gate", "log_temperature"]
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
         """
         As in transformers, except that a weight which the checkpoint lacks is an error and not drawn at random, and
-        that backbones left out (`save_backbones=False`) are read from where the checkpoint says.
+        that backbones left out (`save_backbones=False`) are read from where the checkpoint says, with the same
+        `cache_dir`, `token` and `trust_remote_code`. `attn_implementation` is the retriever's.
 
         Raises:
             ValueError: naming the first weight that is missing.
@@ -64,7 +75,7 @@ class RevelaPreTrainedModel(PreTrainedModel):
                 f"{pretrained_model_name_or_path} lacks {len(missing)} weights of {cls.__name__}, {missing[0]!r} "
                 "first: it is not whole, or a checkpoint of another class."
             )
-        model._read_left_out()
+        model._read_left_out({name: kwargs[name] for name in _SOURCE_OPTIONS if name in kwargs})
         for name, parameter in model.named_parameters():
             # transformers' loading makes every parameter trainable, those below adapters too.
             parameter.requires_grad_(name in model._trainable)
@@ -78,7 +89,7 @@ class RevelaPreTrainedModel(PreTrainedModel):
         """Weights that a checkpoint does not carry, since training leaves them as their source has them."""
         return set()
 
-    def _read_left_out(self) -> None:
+    def _read_left_out(self, loading: dict) -> None:
         pass
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -91,7 +102,7 @@ class RevelaPreTrainedModel(PreTrainedModel):
         return None
 
 
-class RevelaForCausalLM(RevelaPreTrainedModel):
+class RevelaForCausalLM(RevelaPreTrainedModel, GenerationMixin):
     """
     A causal LM with in-batch attention (§3.1-3.2). Without `in_batch_weights` it is exactly its backbone.
 
@@ -104,11 +115,14 @@ class RevelaForCausalLM(RevelaPreTrainedModel):
     """
 
     def __init__(self, config: RevelaConfig, backbone: PreTrainedModel | None = None):
+        _require_in_batch_attention(config._attn_implementation)
         super().__init__(config)
         if backbone is None:
             backbone = AutoModelForCausalLM.from_config(config.lm_config, dtype=torch.get_default_dtype())
         _require_attention_interface(backbone)
         backbone.set_attn_implementation(IN_BATCH_ATTENTION)
+        if backbone.can_generate():
+            self.generation_config = backbone.generation_config
         self.backbone = add_lora(backbone, config.lm_lora)
         if config.freeze_lm:
             self.backbone.requires_grad_(False)
@@ -126,16 +140,17 @@ class RevelaForCausalLM(RevelaPreTrainedModel):
 
         Args:
             model: a loaded model, which is used as it is and not copied, or a path or Hub id.
-            options: fields of [`RevelaConfig`]; with a path or id, `dtype`, `revision`, `token` and
-                `trust_remote_code` go to `from_pretrained`.
+            options: fields of [`RevelaConfig`]; with a path or id, `cache_dir`, `dtype`, `local_files_only`,
+                `revision`, `token` and `trust_remote_code` go to `from_pretrained`.
 
         Raises:
             ValueError: if the model by-passes transformers' attention interface, or makes its logits in a way that is
                 not known here.
         """
-        backbone, name = load_backbone(AutoModelForCausalLM, model, options)
+        loading, revision = take_loading_options(options), options.pop("revision", None)
         refuse_unknown_options(options)
-        config = RevelaConfig(lm_config=backbone.config, lm_name_or_path=name, **options)
+        backbone, name, revision = load_backbone(AutoModelForCausalLM, model, revision, loading)
+        config = RevelaConfig(lm_config=backbone.config, lm_name_or_path=name, lm_revision=revision, **options)
         model = cls(config, backbone=backbone)
         model._check_head()
         return model
@@ -168,6 +183,8 @@ class RevelaForCausalLM(RevelaPreTrainedModel):
                 reentrant activation checkpointing, a backbone whose layers never reach the attention interface.
         """
         if in_batch_weights is None:
+            if num_items_in_batch is not None:
+                kwargs["num_items_in_batch"] = num_items_in_batch
             return self.backbone(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
         rows, length = input_ids.shape
         self._check_in_batch(rows, in_batch_weights)
@@ -201,6 +218,12 @@ class RevelaForCausalLM(RevelaPreTrainedModel):
             **kwargs,
         ).last_hidden_state
         if not context.layers_seen:
+            used = decoder.config._attn_implementation
+            if used != IN_BATCH_ATTENTION:
+                raise ValueError(
+                    f"The LM's attention was switched to {used!r}, which has no in-batch attention: switch it back "
+                    f"with `backbone.set_attn_implementation({IN_BATCH_ATTENTION!r})`."
+                )
             raise ValueError(
                 f"No layer of {type(decoder).__name__} reached in-batch attention: it does not pass its keyword "
                 "arguments on to the attention interface. Choose a backbone that does, such as Llama or Qwen."
@@ -222,9 +245,10 @@ class RevelaForCausalLM(RevelaPreTrainedModel):
             scored = scored & attention_mask[:, :-1].bool()
         targets = labels[:, 1:][scored]
         output["num_target_tokens"] = scored.sum()
-        if targets.numel() == 0:
+        if targets.numel() == 0 and num_items_in_batch is None:
             raise ValueError("`labels` leave no token to predict: every one is -100 or the first of its chunk.")
-        count = targets.numel() if num_items_in_batch is None else num_items_in_batch
+        # A part of a step may have nothing to predict, such as chunks of one token: it adds nothing.
+        count = targets.numel() if num_items_in_batch is None else max(num_items_in_batch, 1)
         in_batch_loss = self._summed_loss(hidden[rows:, :-1][scored], targets) / count
         # A copy: Trainer scales the loss in place.
         output["in_batch_loss"] = in_batch_loss.detach().clone()
@@ -305,21 +329,47 @@ class RevelaForCausalLM(RevelaPreTrainedModel):
                 break
 
     def generate(self, *args, **kwargs):
-        """The backbone's own `generate`."""
+        """The backbone's own `generate`, by this model's `generation_config`."""
+        self.backbone.generation_config = self.generation_config
         return self.backbone.generate(*args, **kwargs)
+
+    def set_attn_implementation(self, attn_implementation: str | dict, *args, **kwargs) -> None:
+        """Raises ValueError for any but the one it has; see `_require_in_batch_attention`."""
+        _require_in_batch_attention(attn_implementation)
 
     def get_input_embeddings(self):
         return self.backbone.get_input_embeddings()
 
 
-def load_backbone(auto_class, model, options: dict) -> tuple[PreTrainedModel, str | None]:
-    """A loaded model as it is, or one read from a path or Hub id; takes the loading arguments out of `options`."""
-    loading = {key: options.pop(key) for key in ("dtype", "revision", "token", "trust_remote_code") if key in options}
+def take_loading_options(options: dict) -> dict:
+    """What goes to `from_pretrained`, taken out of `options`."""
+    return {name: options.pop(name) for name in _LOADING_OPTIONS if name in options}
+
+
+def load_backbone(
+    auto_class, model, revision: str | None, loading: dict
+) -> tuple[PreTrainedModel, str | None, str | None]:
+    """
+    A loaded model as it is, or one read from a path or Hub id.
+
+    Returns:
+        The model, where it came from, and of which commit of the Hub.
+
+    Raises:
+        ValueError: for a revision of a model that is loaded already.
+    """
     if isinstance(model, PreTrainedModel):
-        return model, getattr(model, "name_or_path", None) or None
+        if revision is not None:
+            raise ValueError(f"{type(model).__name__} is loaded already, so no revision {revision!r} of it is read.")
+        return model, getattr(model, "name_or_path", None) or None, None
+    name = os.fspath(model)
     # Trained weights are float32 unless asked: a checkpoint's own dtype would make it pure bf16 in silence.
-    loading.setdefault("dtype", torch.float32)
-    return auto_class.from_pretrained(model, **loading), os.fspath(model)
+    model = auto_class.from_pretrained(name, revision=revision, **{"dtype": torch.float32, **loading})
+    if os.path.isdir(name):
+        return model, name, None
+    # The folder in the cache is named after the commit.
+    config = try_to_load_from_cache(name, CONFIG_NAME, loading.get("cache_dir"), revision)
+    return model, name, os.path.basename(os.path.dirname(config)) if isinstance(config, str) else revision
 
 
 def refuse_unknown_options(options: dict) -> None:
@@ -348,6 +398,14 @@ def add_lora(model: PreTrainedModel, lora: dict | None) -> PreTrainedModel:
     return model
 
 
+def _require_in_batch_attention(asked: str | dict | None) -> None:
+    if asked not in (None, "sdpa", IN_BATCH_ATTENTION):
+        raise ValueError(
+            f"The LM cannot take the attention implementation {asked!r}: in-batch attention is one itself, built on "
+            "SDPA. Only the retriever's can be chosen, through RevelaForPreTraining."
+        )
+
+
 def _require_attention_interface(model: PreTrainedModel) -> None:
     if not type(model)._can_set_attn_implementation():
         raise ValueError(
@@ -371,4 +429,5 @@ __all__ = [
     "add_lora",
     "load_backbone",
     "refuse_unknown_options",
+    "take_loading_options",
 ]

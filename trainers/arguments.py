@@ -8,7 +8,7 @@ from argparse import SUPPRESS, ArgumentDefaultsHelpFormatter, RawDescriptionHelp
 from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import get_args, get_origin, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
@@ -47,8 +47,9 @@ def parse_recipe(
         if action.option_strings[0].startswith("--no_"):
             action.help = SUPPRESS  # the same help again; `--field false` says it as well
     recipe = read_recipe(argv.pop(0)) if argv and not argv[0].startswith("-") else {}
-    nulls, argv = _take_nulls(dataclasses, argv)
-    argv = _as_options(parser, recipe | dict.fromkeys(nulls)) + argv
+    hints = {name: hint for kind in dataclasses for name, hint in get_type_hints(kind).items()}
+    nulls, argv = _take_nulls(hints, argv)
+    argv = _as_options(parser, hints, recipe | dict.fromkeys(nulls)) + argv
     *parsed, rest = parser.parse_args_into_dataclasses(
         args=argv, look_for_args_file=False, return_remaining_strings=True
     )
@@ -59,9 +60,8 @@ def parse_recipe(
     return tuple(parsed)
 
 
-def _take_nulls(dataclasses: tuple[type, ...], argv: list[str]) -> tuple[list[str], list[str]]:
+def _take_nulls(hints: dict, argv: list[str]) -> tuple[list[str], list[str]]:
     """The fields that a command line sets to null, and what else it says; only of fields that may be `None`."""
-    hints = {name: hint for kind in dataclasses for name, hint in get_type_hints(kind).items()}
     nulls, rest = [], []
     for argument in (word for option in argv for word in _split_null(option)):
         name = rest[-1].removeprefix("--").replace("-", "_") if rest and rest[-1].startswith("--") else ""
@@ -102,7 +102,7 @@ class _Formatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
         return " ".join(filter(None, [action.option_strings[0], self._format_args(action, "VALUE")]))
 
 
-def _as_options(parser: HfArgumentParser, recipe: dict) -> list[str]:
+def _as_options(parser: HfArgumentParser, hints: dict, recipe: dict) -> list[str]:
     """
     The recipe's fields as options before the command line's, so that argparse converts and checks both alike: a YAML
     1e-4, for one, is a string. What has no form on the command line (null, mappings, some lists) becomes a default.
@@ -122,6 +122,9 @@ def _as_options(parser: HfArgumentParser, recipe: dict) -> list[str]:
         elif takes_list and value is not None and not isinstance(value, list):
             options += [f"--{name}", str(value)]
         elif value is None or isinstance(value, (list, dict)):
+            kinds = {get_origin(kind) or kind for kind in (hints[name], *get_args(hints[name]))}
+            if type(value) not in kinds:
+                raise ValueError(f"The recipe's `{name}` cannot be {'null' if value is None else value}: see --help.")
             parser.set_defaults(**{name: value})
             action.required = False
         else:

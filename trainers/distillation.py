@@ -11,6 +11,8 @@ from sentence_transformers.cross_encoder import CrossEncoderTrainer, CrossEncode
 from sentence_transformers.cross_encoder.losses import ListNetLoss
 from torch import nn
 
+from hub_cards.backbones import set_pad_token
+from trainers.backbones import check_positions, check_room, fit_vocabulary
 from trainers.finetune_data import TrainingSet
 from trainers.hard_negatives import spread
 
@@ -74,7 +76,7 @@ def train_cross_encoder(
             "labels": [[_RELEVANT] + [_IRRELEVANT] * count] * len(data.pairs),
         }
     )
-    model = load_cross_encoder(name_or_path, max_length, trust_remote_code, args.device)
+    model = load_cross_encoder(name_or_path, max_length, trust_remote_code, args.device, is_trained=True)
     staging = folder.with_name(f".{folder.name}.partial")
     arguments = CrossEncoderTrainingArguments(
         output_dir=str(staging),
@@ -97,8 +99,16 @@ def train_cross_encoder(
     return model
 
 
-def load_cross_encoder(name_or_path: str, max_length: int, trust_remote_code: bool, device) -> CrossEncoder:
-    """A cross-encoder with one score, from a folder or Hub id; the head is drawn anew where there is none."""
+def load_cross_encoder(
+    name_or_path: str, max_length: int, trust_remote_code: bool, device, is_trained: bool = False
+) -> CrossEncoder:
+    """
+    A cross-encoder with one score, from a folder or Hub id; the head is drawn anew where there is none.
+
+    Raises:
+        ValueError: for one that does not load, has too few positions for `max_length`, or lacks embeddings of tokens
+            and is not trained.
+    """
     try:
         model = CrossEncoder(
             name_or_path,
@@ -112,8 +122,12 @@ def load_cross_encoder(name_or_path: str, max_length: int, trust_remote_code: bo
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ValueError(f"{name_or_path} does not load as a cross-encoder with one score: {reason}") from error
     if model.tokenizer.pad_token is None:
-        model.tokenizer.pad_token = model.tokenizer.eos_token
+        set_pad_token(model.tokenizer)
         model.model.config.pad_token_id = model.tokenizer.pad_token_id
+    # A query and a document have a token each.
+    check_room("cross_encoder_max_length", max_length, 1 + model.tokenizer.num_special_tokens_to_add(pair=True))
+    check_positions("cross_encoder_max_length", max_length, model.model)
+    fit_vocabulary(model.model, model.tokenizer, is_trained)
     return model
 
 

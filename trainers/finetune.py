@@ -27,10 +27,12 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from datasets import Dataset
+from sentence_transformers import CrossEncoder
 from transformers import set_seed
 
 from hub_cards.encoding import prompts_used
 from trainers.arguments import parse_recipe, run_script
+from trainers.checks import check_at_least, check_choice, check_steps
 from trainers.distillation import load_cross_encoder, score_rows, train_cross_encoder
 from trainers.finetune_data import DevelopmentSet, has_development_set, load_development_set, load_training_set
 from trainers.finetune_model import ModelArguments, load_model, merge_adapters, save_result
@@ -89,6 +91,9 @@ class DataArguments:
         metadata={"help": "At most so many documents: the judged ones, and others. Fewer make higher numbers."},
     )
 
+    def __post_init__(self):
+        check_at_least(self, dev_queries=1, dev_documents=1)
+
 
 @dataclass
 class MethodArguments:
@@ -134,17 +139,17 @@ class MethodArguments:
     cross_encoder_max_length: int = field(default=256, metadata={"help": "distill: its tokens a query and document."})
     teacher_temperature: float = field(default=1.0, metadata={"help": "distill: divides the teacher's scores."})
 
-    def check(self) -> None:
-        """Raises ValueError for what cannot be."""
-        if self.method not in METHODS:
-            raise ValueError(f"No method {self.method!r}: choose one of {', '.join(METHODS)}.")
+    def __post_init__(self):
+        check_choice("method", self.method, METHODS)
+        check_at_least(self, mining_skip=0, refresh_every=0, grad_cache_batch_size=0)
+        check_at_least(self, cross_encoder_batch_size=1, cross_encoder_max_length=1)
         if self.num_negatives < 0 or (self.num_negatives == 0 and self.method != "dpr"):
             raise ValueError(f"`num_negatives` must be 1 or more for {self.method}, not {self.num_negatives}.")
         if self.mining_depth < self.num_negatives:
             raise ValueError(
                 f"`mining_depth` {self.mining_depth} leaves too few to draw `num_negatives` {self.num_negatives} from."
             )
-        for name in ("temperature", "teacher_temperature"):
+        for name in ("temperature", "teacher_temperature", "cross_encoder_epochs", "cross_encoder_learning_rate"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"`{name}` must be above 0, not {value}.")
@@ -162,7 +167,7 @@ class Finetuning:
     def __init__(
         self, model_args: ModelArguments, data_args: DataArguments, method: MethodArguments, args, callbacks=None
     ):
-        method.check()
+        check_steps(args)
         if args.n_gpu > 1:
             raise ValueError(
                 f"One process sees {args.n_gpu} GPUs: start one a GPU with `accelerate launch --multi_gpu`, or set "
@@ -177,6 +182,9 @@ class Finetuning:
             negatives=data_args.negatives_file,
             corpus=data_args.corpus,
         )
+        if method.method == "distill":
+            # What is wrong with the teacher is better known now than after hours of mining.
+            self._load_teacher("cpu")
         self.evaluator = make_evaluator(_development_set(data_args, args), args.per_device_eval_batch_size)
         self.model = load_model(model_args).to(args.device)
         self.args = copy.copy(args)
@@ -261,14 +269,22 @@ class Finetuning:
             save_tensors({"negatives": mined}, path)
         return load_tensors(path)["negatives"]
 
+    @property
+    def _teacher(self) -> str:
+        """Where the teacher comes from, or what it is trained from."""
+        return self.method.teacher or self.method.cross_encoder or self.model_args.model_name_or_path
+
+    def _load_teacher(self, device) -> CrossEncoder:
+        length, trust = self.method.cross_encoder_max_length, self.model_args.trust_remote_code
+        return load_cross_encoder(self._teacher, length, trust, device, is_trained=self.method.teacher is None)
+
     def _teach(self, negatives: torch.Tensor) -> torch.Tensor:
-        method, trust = self.method, self.model_args.trust_remote_code
-        length, batch_size = method.cross_encoder_max_length, self.args.per_device_eval_batch_size
+        method = self.method
         if method.teacher is not None:
-            teacher = load_cross_encoder(method.teacher, length, trust, self.args.device)
+            teacher = self._load_teacher(self.args.device)
         else:
             teacher = train_cross_encoder(
-                method.cross_encoder or self.model_args.model_name_or_path,
+                self._teacher,
                 self.folder / CROSS_ENCODER,
                 self.data,
                 negatives,
@@ -276,10 +292,10 @@ class Finetuning:
                 epochs=method.cross_encoder_epochs,
                 learning_rate=method.cross_encoder_learning_rate,
                 batch_size=method.cross_encoder_batch_size,
-                max_length=length,
-                trust_remote_code=trust,
+                max_length=method.cross_encoder_max_length,
+                trust_remote_code=self.model_args.trust_remote_code,
             )
-        return score_rows(teacher, self.data, negatives, batch_size)
+        return score_rows(teacher, self.data, negatives, self.args.per_device_eval_batch_size)
 
     def make_trainer(self, rows: Dataset, stop_at: int | None = None, is_first: bool = True) -> FinetuneTrainer:
         """The trainer of a round."""

@@ -13,10 +13,13 @@ from sentence_transformers.models import Normalize, Pooling
 from sentence_transformers.util import is_sentence_transformer_model
 from torch import nn
 
+from hub_cards.backbones import positions, set_pad_token
 from hub_cards.checkpoints import model_type
 from hub_cards.doors import copy_code
 from hub_cards.encoding import prompts_used
 from hub_cards.eos_tokenizer import append_eos, save_tokenizer
+from trainers.backbones import check_positions, check_room, fit_vocabulary, room_taken
+from trainers.checks import check_at_least, check_choice, check_dtype, check_lora
 
 STAGING = ".saving"
 _POOLING = {"cls": "cls", "mean": "mean", "eos": "lasttoken"}
@@ -53,14 +56,23 @@ class ModelArguments:
     )
     trust_remote_code: bool = field(default=False, metadata={"help": "Run code that the model's repository carries."})
 
+    def __post_init__(self):
+        check_at_least(self, max_length=1)
+        check_lora(self)
+        check_dtype(self.dtype)
+        if self.pooling is not None:
+            check_choice("pooling", self.pooling, _POOLING)
+        if self.similarity is not None:
+            check_choice("similarity", self.similarity, ("cosine", "dot"))
+
 
 def load_model(arguments: ModelArguments) -> SentenceTransformer:
     """
     The retriever to train: a sentence-transformers model as it is, or a plain encoder with pooling on top.
 
     Raises:
-        ValueError: for a pre-training checkpoint, which is exported first, an unknown pooling or similarity, and a
-            model that does not load.
+        ValueError: for a pre-training checkpoint, which is exported first, a model that does not load, a length that
+            it or the prompts leave no room for, and embeddings that lack tokens and would not be trained.
     """
     name = arguments.model_name_or_path
     if model_type(name) in ("revela", "retromae"):
@@ -68,10 +80,6 @@ def load_model(arguments: ModelArguments) -> SentenceTransformer:
             f"{name} is a pre-training checkpoint: publish its encoder with `revela-hub export {name} OUT`, and "
             "fine-tune OUT."
         )
-    if arguments.pooling not in (None, *_POOLING):
-        raise ValueError(f"No pooling {arguments.pooling!r}: choose one of {', '.join(_POOLING)}.")
-    if arguments.similarity not in (None, "cosine", "dot"):
-        raise ValueError(f"No similarity {arguments.similarity!r}: choose cosine or dot.")
     options = {"dtype": getattr(torch, arguments.dtype)}
     is_retriever = is_sentence_transformer_model(name)
     if is_retriever and arguments.pooling is not None:
@@ -85,13 +93,19 @@ def load_model(arguments: ModelArguments) -> SentenceTransformer:
         model = _with_pooling(model, arguments.pooling or "cls", arguments.similarity or "cosine")
     elif arguments.similarity is not None:
         model.similarity_fn_name = arguments.similarity
-    if model.tokenizer.pad_token is None:
-        model.tokenizer.pad_token = model.tokenizer.eos_token
+    set_pad_token(model.tokenizer)
     prompts = prompts_used(model)
     given = {"query": arguments.query_prompt, "document": arguments.document_prompt}
     model.prompts = model.prompts | {side: prompts[side] if text is None else text for side, text in given.items()}
+    backbone = model[0].auto_model
     if arguments.max_length is not None:
+        check_positions("max_length", arguments.max_length, backbone)
         model.max_seq_length = arguments.max_length
+    elif (most := positions(backbone)) is not None:
+        model.max_seq_length = min(most, model.max_seq_length or most)
+    if model.max_seq_length is not None:
+        check_room("max_length", model.max_seq_length, room_taken(model.tokenizer, prompts_used(model).values()))
+    fit_vocabulary(backbone, model.tokenizer, is_trained=not arguments.lora_r)
     if arguments.lora_r:
         alpha = arguments.lora_r if arguments.lora_alpha is None else arguments.lora_alpha
         lora = LoraConfig(
@@ -101,7 +115,7 @@ def load_model(arguments: ModelArguments) -> SentenceTransformer:
             target_modules="all-linear",
             task_type="FEATURE_EXTRACTION",
         )
-        inject_adapter_in_model(lora, model[0].auto_model)
+        inject_adapter_in_model(lora, backbone)
     return model
 
 

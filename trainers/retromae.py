@@ -17,9 +17,11 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
-from modeling_retromae import RetroMAEForPreTraining
+from modeling_retromae import RetroMAEConfig, RetroMAEForPreTraining
 from trainers.arguments import parse_recipe, run_script
+from trainers.backbones import check_positions, check_room, fit_vocabulary, room_taken
 from trainers.checkpoints import last_checkpoint
+from trainers.checks import check_at_least, check_dtype, check_steps, check_weights
 from trainers.data.masking import RetroMAECollator
 from trainers.data.prepared import load_sequences, mix_groups
 from trainers.retromae_trainer import RetroMAETrainer, RetroMAETrainingArguments
@@ -55,6 +57,15 @@ class ModelArguments:
         default=False, metadata={"help": "Run code that the encoder's repository carries."}
     )
 
+    def __post_init__(self):
+        check_dtype(self.dtype)
+        RetroMAEConfig(**self.config_fields())
+
+    def config_fields(self) -> dict:
+        """The fields of `RetroMAEConfig`."""
+        names = ("decoding", "decoder_layers", "decoder_query", "encoder_mask_ratio", "decoder_mask_ratio")
+        return {name: getattr(self, name) for name in (*names, "bow_loss_weight", "pooling")}
+
 
 @dataclass
 class DataArguments:
@@ -77,6 +88,10 @@ class DataArguments:
         default=512, metadata={"help": "Tokens of a sequence at most; as prepared, or what is above is cut off."}
     )
 
+    def __post_init__(self):
+        check_at_least(self, validation_sequences=1, max_seq_length=1)
+        check_weights(self.train_sets, self.train_weights)
+
 
 def load_tokenizer(arguments: ModelArguments) -> PreTrainedTokenizerBase:
     """The encoder's tokenizer."""
@@ -84,20 +99,16 @@ def load_tokenizer(arguments: ModelArguments) -> PreTrainedTokenizerBase:
 
 
 def load_model(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> RetroMAEForPreTraining:
-    """Read the encoder and put a fresh decoder behind it."""
-    return RetroMAEForPreTraining.from_encoder(
+    """Read the encoder, with embeddings for all tokens, and put a fresh decoder behind it."""
+    model = RetroMAEForPreTraining.from_encoder(
         arguments.encoder_name_or_path,
-        decoding=arguments.decoding,
-        decoder_layers=arguments.decoder_layers,
-        decoder_query=arguments.decoder_query,
-        encoder_mask_ratio=arguments.encoder_mask_ratio,
-        decoder_mask_ratio=arguments.decoder_mask_ratio,
-        bow_loss_weight=arguments.bow_loss_weight,
-        pooling=arguments.pooling,
+        **arguments.config_fields(),
         mask_token_id=tokenizer.mask_token_id,
         dtype=getattr(torch, arguments.dtype),
         trust_remote_code=arguments.trust_remote_code,
     )
+    fit_vocabulary(model.encoder, tokenizer, is_trained=True)
+    return model
 
 
 def load_train_set(arguments: DataArguments, seed: int) -> Dataset:
@@ -124,6 +135,7 @@ def make_trainer(
     callbacks: list | None = None,
 ) -> RetroMAETrainer:
     """Data, model and tokenizer as the arguments say, put together and ready to train."""
+    check_steps(args)
     set_seed(args.seed)
 
     # 1. Data: prepared sequences, mixed by weight; held-out documents for validation.
@@ -134,13 +146,9 @@ def make_trainer(
 
     # 2. Model and tokenizer; the masks depend on the seed and an example's place in the run alone.
     tokenizer = load_tokenizer(model_args)
+    check_room("max_seq_length", data_args.max_seq_length, room_taken(tokenizer))
     model = load_model(model_args, tokenizer)
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", data_args.max_seq_length)
-    if data_args.max_seq_length > positions:
-        raise ValueError(
-            f"`max_seq_length` is {data_args.max_seq_length}, but {model_args.encoder_name_or_path} has positions for "
-            f"{positions} tokens."
-        )
+    check_positions("max_seq_length", data_args.max_seq_length, model.encoder)
     collator = RetroMAECollator(
         tokenizer,
         max_length=data_args.max_seq_length,

@@ -12,15 +12,19 @@ In order:
 
 from dataclasses import dataclass, field
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, set_seed
 
 from hub_cards.eos_tokenizer import append_eos
-from modeling_revela import RevelaForPreTraining
+from modeling_revela import RevelaConfig, RevelaForPreTraining
 from trainers.arguments import parse_recipe, run_script
+from trainers.backbones import check_positions, fit_vocabulary, say_once
 from trainers.checkpoints import last_checkpoint
+from trainers.checks import check_at_least, check_dtype, check_lora, check_steps, check_weights
 from trainers.data.collator import GroupCollator
 from trainers.data.prepared import load_groups, mix_groups
 from trainers.revela_trainer import RevelaTrainer, RevelaTrainingArguments
@@ -85,10 +89,35 @@ class ModelArguments:
     )
     trust_remote_code: bool = field(default=False, metadata={"help": "Run code that a backbone's repository carries."})
 
+    def __post_init__(self):
+        for half in ("retriever", "lm"):
+            check_lora(self, f"{half}_")
+        check_dtype(self.dtype)
+        if self.freeze_lm and self.lm_lora_r:
+            raise ValueError(
+                f"`freeze_lm` leaves the LM as it is, so adapters of `lm_lora_r` {self.lm_lora_r} would not be "
+                "trained: pass --lm_lora_r 0."
+            )
+        RevelaConfig(**self.config_fields())
+
+    def config_fields(self) -> dict:
+        """The fields of `RevelaConfig`."""
+        same = (
+            "freeze_lm", "v_norm", "in_batch_gate", "in_batch_gate_init", "include_diagonal", "dual_loss",
+            "trainable_temperature", "similarity_dtype", "similarity_span", "similarity_span_ratio", "weight_floor",
+            "query_prompt", "document_prompt", "embed_batch_size", "save_backbones",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in same} | {
+            "pooling": self.retriever_pooling,
+            "similarity_temperature": self.temperature,
+            "retriever_lora": self.lora("retriever"),
+            "lm_lora": self.lora("lm"),
+        }
+
     def lora(self, half: str) -> dict | None:
         """`peft.LoraConfig` arguments for `retriever` or `lm`, `None` where all weights are trained."""
         rank = getattr(self, f"{half}_lora_r")
-        if rank == 0 or (half == "lm" and self.freeze_lm):
+        if rank == 0:
             return None
         alpha = getattr(self, f"{half}_lora_alpha")
         return {
@@ -125,31 +154,17 @@ class DataArguments:
         default_factory=list, metadata={"help": "Sources whose query side sees the whole chunk despite first_half."}
     )
 
+    def __post_init__(self):
+        check_at_least(self, validation_groups=1, max_length=2, retriever_max_length=1, group_size=2)
+        check_weights(self.train_sets, self.train_weights)
+
 
 def load_model(arguments: ModelArguments) -> RevelaForPreTraining:
     """Read both backbones and join them."""
     return RevelaForPreTraining.from_backbones(
         arguments.retriever_name_or_path,
         arguments.lm_name_or_path or arguments.retriever_name_or_path,
-        pooling=arguments.retriever_pooling,
-        retriever_lora=arguments.lora("retriever"),
-        lm_lora=arguments.lora("lm"),
-        freeze_lm=arguments.freeze_lm,
-        v_norm=arguments.v_norm,
-        in_batch_gate=arguments.in_batch_gate,
-        in_batch_gate_init=arguments.in_batch_gate_init,
-        include_diagonal=arguments.include_diagonal,
-        dual_loss=arguments.dual_loss,
-        similarity_temperature=arguments.temperature,
-        trainable_temperature=arguments.trainable_temperature,
-        similarity_dtype=arguments.similarity_dtype,
-        similarity_span=arguments.similarity_span,
-        similarity_span_ratio=arguments.similarity_span_ratio,
-        weight_floor=arguments.weight_floor,
-        query_prompt=arguments.query_prompt,
-        document_prompt=arguments.document_prompt,
-        embed_batch_size=arguments.embed_batch_size,
-        save_backbones=arguments.save_backbones,
+        **arguments.config_fields(),
         dtype=getattr(torch, arguments.dtype),
         trust_remote_code=arguments.trust_remote_code,
     )
@@ -171,15 +186,22 @@ def load_train_set(arguments: DataArguments, seed: int) -> Dataset:
     if not names:
         raise ValueError("`train_sets` is empty: name at least one folder that `revela-hub prepare` wrote.")
     sets = [load_groups(name, "train") for name in names]
+    if arguments.full_span_sources:
+        sources = sorted({source for groups in sets for source in groups.unique("source")})
+        unknown = sorted(set(arguments.full_span_sources) - set(sources))
+        if unknown:
+            raise ValueError(
+                f"`full_span_sources` names {unknown[0]!r}, but the train sets' sources are {', '.join(sources)}."
+            )
     if len(sets) > 1:
         sets = [mix_groups(sets, [len(groups) for groups in sets] if weights is None else weights, seed)]
-    return split_groups(sets[0], arguments.group_size)
+    return drop_blank_groups(split_groups(sets[0], arguments.group_size))
 
 
 def load_validation_set(arguments: DataArguments) -> Dataset:
     """The held-out groups that are evaluated, split as the training's are."""
     groups = load_groups(arguments.validation_set or arguments.train_sets[0], "validation")
-    groups = split_groups(groups, arguments.group_size)
+    groups = drop_blank_groups(split_groups(groups, arguments.group_size))
     return groups.select(range(min(len(groups), arguments.validation_groups)))
 
 
@@ -211,10 +233,29 @@ def split_groups(groups: Dataset, group_size: int | None) -> Dataset:
     return groups.map(split, batched=True, remove_columns=groups.column_names, desc="Splitting groups")
 
 
+def drop_blank_groups(groups: Dataset) -> Dataset:
+    """Without the groups of which fewer than two chunks have a character: a chunk needs another to attend to."""
+    counts = []
+    for batch in groups.select_columns("texts").with_format("arrow").iter(1000):
+        texts = pa.chunked_array(batch["texts"]).combine_chunks()
+        is_blank = pc.or_(pc.utf8_is_space(texts.flatten()), pc.equal(pc.binary_length(texts.flatten()), 0))
+        rows = pc.list_parent_indices(texts).filter(pc.invert(is_blank)).to_numpy()
+        counts.append(np.bincount(rows, minlength=len(texts)))
+    kept = np.flatnonzero(np.concatenate(counts) >= 2)
+    if len(kept) == len(groups):
+        return groups
+    if len(kept) == 0:
+        raise ValueError("No group has two chunks with a character: there is nothing to train on.")
+    left_out = len(groups) - len(kept)
+    say_once(f"{left_out} of {len(groups)} groups are left out: fewer than two of their chunks have a character.")
+    return groups.select(kept)
+
+
 def make_trainer(
     model_args: ModelArguments, data_args: DataArguments, args: RevelaTrainingArguments, callbacks: list | None = None
 ) -> RevelaTrainer:
     """Data, models and tokenizers as the arguments say, put together and ready to train."""
+    check_steps(args)
     set_seed(args.seed)
 
     # 1. Data: prepared groups, mixed by weight; held-out documents for validation.
@@ -225,7 +266,6 @@ def make_trainer(
 
     # 2. Model and tokenizers.
     retriever_tokenizer, lm_tokenizer = load_tokenizers(model_args)
-    model = load_model(model_args)
     collator = GroupCollator(
         retriever_tokenizer,
         lm_tokenizer,
@@ -237,6 +277,11 @@ def make_trainer(
         similarity_span_ratio=model_args.similarity_span_ratio,
         full_span_sources=data_args.full_span_sources,
     )
+    model = load_model(model_args)
+    check_positions("retriever_max_length", collator.retriever_max_length, model.retriever)
+    check_positions("max_length", collator.max_length, model.lm.backbone)
+    fit_vocabulary(model.retriever, retriever_tokenizer, is_trained=not model_args.retriever_lora_r)
+    fit_vocabulary(model.lm.backbone, lm_tokenizer, is_trained=not (model_args.lm_lora_r or model_args.freeze_lm))
 
     return RevelaTrainer(
         model=model,

@@ -5,7 +5,13 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForPreTraining, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForPreTraining,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    pipeline,
+)
 
 from modeling_revela import RevelaForCausalLM, RevelaForPreTraining
 from tests.modeling_revela.tiny import FAMILIES, make_chunks, make_lm, pad_chunks, random_weights
@@ -148,6 +154,37 @@ def test_causal_lm_comes_back_equal(tmp_path, family, options):
         assert type(loaded) is RevelaForCausalLM
         assert loaded(**batch, in_batch_weights=weights).loss.item() == expected.item()
         assert loaded.backbone.lm_head.weight is loaded.backbone.get_input_embeddings().weight
+
+
+def test_causal_lm_generates_as_it_was_told(tiny_lm_folder, tmp_path):
+    stock = AutoModelForCausalLM.from_pretrained(tiny_lm_folder)
+    stock.generation_config.max_new_tokens = 3
+    stock.generation_config.pad_token_id = 1
+    model = RevelaForCausalLM.from_backbone(stock)
+    assert model.can_generate() and model.generation_config.max_new_tokens == 3
+    model.generation_config.max_new_tokens = 5
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert (loaded.generation_config.max_new_tokens, loaded.generation_config.pad_token_id) == (5, 1)
+    ids = torch.tensor([[5, 6, 7]])
+    assert loaded.generate(ids, eos_token_id=None, do_sample=False).shape == (1, 8)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm_folder)
+    generate = pipeline("text-generation", model=loaded, tokenizer=tokenizer)
+    options = {"do_sample": False, "return_full_text": False}
+    expected = pipeline("text-generation", model=stock, tokenizer=tokenizer)("the boat", max_new_tokens=5, **options)
+    assert generate("the boat", **options) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gates_and_temperature_stay_float32_whatever_the_precision(make_trained, tmp_path, dtype):
+    model = make_trained("gate and temperature")
+    model.save_pretrained(tmp_path)
+    loaded = RevelaForPreTraining.from_pretrained(tmp_path, dtype=dtype)
+    found = dict(loaded.named_parameters())
+    for name in ("lm.in_batch_gate", "log_temperature"):
+        assert torch.equal(found.pop(name), dict(model.named_parameters())[name]), name
+    assert {value.dtype for value in found.values()} == {dtype}
+    assert torch.isfinite(run(loaded)[0])
 
 
 def test_the_co_trained_lm_is_a_stock_model(make_trained, tmp_path):

@@ -1,6 +1,7 @@
 """The authors' own numbers, through the public classes (tests/golden/README.md)."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -8,16 +9,20 @@ import transformers
 from safetensors import safe_open
 
 from modeling_revela import RevelaForPreTraining
-from tests.modeling_revela.tiny import relative_error
+from tests.modeling_revela.tiny import KERNELS, relative_error, use_kernel
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module", params=["revela_llama_plain", "revela_llama_vnorm", "revela_llama_mha_sharp"])
+CASES = ("revela_llama_plain", "revela_llama_vnorm", "revela_llama_mha_sharp")
+
+
+@pytest.fixture(scope="module", params=product(CASES, KERNELS), ids="-".join)
 def case(request):
     """Their tensors, our model with their weights, the weights of in-batch attention, our output after backward."""
-    with safe_open(GOLDEN / f"{request.param}.safetensors", "pt") as stored:
+    name, kernel = request.param
+    with safe_open(GOLDEN / f"{name}.safetensors", "pt") as stored:
         metadata = stored.metadata()
         golden = {key: stored.get_tensor(key) for key in stored.keys()}
     arguments = json.loads(metadata["config"])
@@ -37,12 +42,13 @@ def case(request):
     queries = golden["query_embeddings"].requires_grad_()
     passages = golden["passage_embeddings"].requires_grad_()
     weights, _ = model.similarity_weights(queries, passages)
-    output = model(
-        golden["input_ids"],
-        golden["attention_mask"],
-        labels=golden["input_ids"].masked_fill(golden["attention_mask"] == 0, -100),
-        in_batch_weights=weights,
-    )
+    with use_kernel(kernel):
+        output = model(
+            golden["input_ids"],
+            golden["attention_mask"],
+            labels=golden["input_ids"].masked_fill(golden["attention_mask"] == 0, -100),
+            in_batch_weights=weights,
+        )
     output.loss.backward()
     return golden, lm, weights, output
 

@@ -11,12 +11,14 @@ from modeling_revela.in_batch_attention import in_batch_attention_forward
 from tests.modeling_revela.dense_reference import dense_revela, mean_loss
 from tests.modeling_revela.tiny import (
     FAMILIES,
+    KERNELS,
     VOCABULARY,
     make_chunks,
     make_lm,
     pad_chunks,
     random_weights,
     relative_error,
+    use_kernel,
 )
 
 LENGTHS = (9, 6, 11, 8)
@@ -27,8 +29,9 @@ TOLERANCE = 2e-6
 
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("v_norm", [False, True], ids=["plain", "v_norm"])
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_equals_the_dense_equations(family, v_norm, side):
+def test_equals_the_dense_equations(family, kernel, v_norm, side):
     lm = make_lm(family)
     chunks = make_chunks(LENGTHS)
     model = RevelaForCausalLM.from_backbone(lm, v_norm=v_norm, in_batch_gate=True)
@@ -37,7 +40,8 @@ def test_equals_the_dense_equations(family, v_norm, side):
     gate = model.in_batch_gate.data = model.in_batch_gate.data.double()
 
     ours = random_weights(len(chunks))
-    output = model(**pad_chunks(chunks, side, extra=2), in_batch_weights=ours)
+    with use_kernel(kernel):
+        output = model(**pad_chunks(chunks, side, extra=2), in_batch_weights=ours)
     output.loss.backward()
     gradients = {name: parameter.grad.clone() for name, parameter in lm.named_parameters()}
     gate_gradient = model.in_batch_gate.grad.clone()

@@ -50,6 +50,14 @@ def test_without_weights_it_is_the_backbone(family, side):
     assert torch.equal(output.loss, expected.loss)
 
 
+def test_without_weights_num_items_in_batch_divides_the_loss(batch):
+    stock = make_lm(dtype=torch.float32)
+    model = RevelaForCausalLM.from_backbone(copy.deepcopy(stock)).eval()
+    found = model(**batch, num_items_in_batch=torch.tensor(100)).loss
+    assert torch.equal(found, stock(**batch, num_items_in_batch=torch.tensor(100)).loss)
+    assert found.item() == pytest.approx(model(**batch).loss.item() * (9 + 6 + 8 - 3) / 100, rel=1e-5)
+
+
 def test_generates_as_the_backbone():
     batch = pad_chunks(make_chunks((9, 6, 8)), "left")
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
@@ -166,6 +174,17 @@ def test_num_items_in_batch_makes_any_split_of_the_groups_equal():
     # Without it a loss is the mean over its own tokens.
     alone = model(**pad_chunks(sum(groups, [])), in_batch_weights=weights)
     assert alone.loss.item() == pytest.approx(whole.loss.item(), rel=1e-9)
+
+
+def test_a_part_of_a_step_without_a_target_adds_nothing(batch):
+    lm = make_lm()
+    model = RevelaForCausalLM.from_backbone(lm)
+    batch["labels"][:] = -100
+    for items in (torch.tensor(7), torch.tensor(0)):
+        output = model(**batch, in_batch_weights=random_weights(3), num_items_in_batch=items)
+        output.loss.backward()
+        assert output.loss == output.next_token_loss == output.num_target_tokens == 0
+    assert all(not parameter.grad.any() for parameter in lm.parameters())
 
 
 def test_first_token_after_left_padding_is_no_target():

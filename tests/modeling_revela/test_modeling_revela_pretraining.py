@@ -5,9 +5,9 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, BertForMaskedLM, BertModel
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForPreTraining, BertForMaskedLM, BertModel
 
-from modeling_revela import RevelaForPreTraining
+from modeling_revela import RevelaForCausalLM, RevelaForPreTraining
 from tests.modeling_revela.tiny import (
     checkpoint_activations,
     make_chunks,
@@ -122,6 +122,54 @@ def test_one_encoding_for_both_sides(make_model):
     assert torch.allclose(one.in_batch_weights, both.in_batch_weights, atol=1e-6)
     assert one.loss.item() == pytest.approx(both.loss.item(), rel=1e-6)
     assert model(**inputs).loss.item() != pytest.approx(both.loss.item(), rel=1e-6)
+
+
+def test_without_a_mask_every_token_is_real(make_model):
+    model, inputs = make_model(), make_inputs()
+    given = model(**inputs | {"document_attention_mask": torch.ones_like(inputs["document_attention_mask"])})
+    inputs.pop("document_attention_mask")
+    assert torch.equal(model(**inputs).document_embeddings, given.document_embeddings)
+
+
+class TestAttentionImplementation:
+    """The retriever's can be chosen; the LM's is in-batch attention whatever is asked."""
+
+    @staticmethod
+    def implementations(model) -> tuple[str, str]:
+        return model.retriever.config._attn_implementation, model.lm.backbone.config._attn_implementation
+
+    def test_set_on_the_whole_it_is_the_retrievers(self, make_model):
+        model = make_model()
+        expected = model(**make_inputs()).loss
+        model.set_attn_implementation("eager")
+        assert self.implementations(model) == ("eager", "revela_in_batch")
+        assert model(**make_inputs()).loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+    @pytest.mark.parametrize("auto_class", [RevelaForPreTraining, AutoModelForPreTraining])
+    def test_asked_for_at_loading_it_is_the_retrievers(self, make_model, tmp_path, auto_class):
+        model = make_model()
+        model.save_pretrained(tmp_path)
+        assert self.implementations(auto_class.from_pretrained(tmp_path)) == ("sdpa", "revela_in_batch")
+        loaded = auto_class.from_pretrained(tmp_path, attn_implementation="eager")
+        assert self.implementations(loaded) == ("eager", "revela_in_batch")
+        assert loaded(**make_inputs()).loss.item() == pytest.approx(model(**make_inputs()).loss.item(), rel=1e-5)
+
+    def test_an_lm_alone_refuses_another(self, tmp_path):
+        model = RevelaForCausalLM.from_backbone(make_lm(dtype=torch.float32))
+        model.save_pretrained(tmp_path)
+        for change in (
+            lambda: model.set_attn_implementation("eager"),
+            lambda: RevelaForCausalLM.from_pretrained(tmp_path, attn_implementation="eager"),
+        ):
+            with pytest.raises(ValueError, match="cannot take the attention implementation 'eager'"):
+                change()
+        RevelaForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+
+    def test_a_backbone_that_was_switched_is_told_of(self):
+        model = RevelaForCausalLM.from_backbone(make_lm())
+        model.backbone.set_attn_implementation("eager")
+        with pytest.raises(ValueError, match="attention was switched to 'eager'"):
+            model(**pad_chunks(make_chunks((5, 6))), in_batch_weights=random_weights(2))
 
 
 def test_given_weights_leave_the_retriever_out(make_model):

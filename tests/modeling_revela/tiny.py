@@ -1,7 +1,9 @@
 """Tiny causal LMs of several families and batches of random chunks, for the tests of this folder."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
+import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -15,6 +17,8 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+
+from modeling_revela import in_batch_attention
 
 VOCABULARY = 48
 WINDOW = 4  # of the sliding layers, shorter than every chunk
@@ -97,6 +101,18 @@ def random_weights(rows: int, dtype: torch.dtype = torch.float64, seed: int = 0)
     scores = torch.randn(rows, rows, generator=generator, dtype=torch.float64)
     scores.fill_diagonal_(-torch.inf)
     return torch.softmax(scores, dim=-1).to(dtype).requires_grad_()
+
+
+KERNELS = ("blocked", "fused")
+
+
+@contextmanager
+def use_kernel(name: str) -> Iterator[None]:
+    """Compute the pairs in the CPU's way ("blocked"), or on the CPU in the way that a GPU takes ("fused")."""
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "fused":
+            patch.setattr(in_batch_attention._BlockedPairs, "apply", in_batch_attention._fused_pairs)
+        yield
 
 
 def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:

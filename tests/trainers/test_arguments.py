@@ -162,6 +162,20 @@ def test_unknown_recipe_fields_are_all_named(recipe):
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rate: [1, 2]", r"recipe's `learning_rate` cannot be \[1, 2\]"),
+        ("max_length: {a: 1}", "recipe's `max_length` cannot be {'a': 1}"),
+        ("temperature: null", "recipe's `temperature` cannot be null"),
+        ("similarity_span: []", r"recipe's `similarity_span` cannot be \[\]"),
+    ],
+)
+def test_recipe_values_of_another_form_are_errors(recipe, text, message):
+    with pytest.raises(ValueError, match=message):
+        parse(recipe(text))
+
+
+@pytest.mark.parametrize(
     ("text", "argv", "message"),
     [
         ("max_length: long", (), "--max_length.*: invalid int value: 'long'"),

@@ -86,7 +86,15 @@ def test_two_processes_without_each_others_negatives_do_something_else(launch):
 
 
 def test_distillation_in_two_processes(launch):
-    out = launch("distill", 2, method="distill", cross_encoder_learning_rate=1e-3, max_steps=2, refresh_every=0)
+    out = launch(
+        "distill",
+        2,
+        method="distill",
+        cross_encoder_learning_rate=1e-3,
+        max_steps=2,
+        refresh_every=0,
+        cross_encoder_max_length=64,
+    )
     rows = load_file(out / "negatives" / "rows-0.safetensors")
     assert rows["scores"].shape == (67, 3) and rows["scores"].isfinite().all()
     assert (out / "cross_encoder" / "model.safetensors").exists() and (out / "modules.json").exists()

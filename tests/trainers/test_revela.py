@@ -11,6 +11,7 @@ from trainers.data.prepared import FEATURES, load_groups
 from trainers.revela import (
     DataArguments,
     ModelArguments,
+    drop_blank_groups,
     load_model,
     load_tokenizers,
     load_train_set,
@@ -78,9 +79,34 @@ def test_sets_mix_by_their_sizes_or_by_weight(sets):
     assert len(split) == 80 and {len(row["texts"]) for row in split} == {2}
 
 
-def test_sets_and_weights_that_do_not_match_are_errors(sets):
-    with pytest.raises(ValueError, match="2 sets and 1 weights"):
-        load_train_set(DataArguments(train_sets=sets, train_weights=[1.0]), seed=0)
+def test_groups_that_blank_chunks_leave_nothing_to_attend_to_are_left_out_and_counted(tmp_path, caplog):
+    groups = [["a b", "c d"], ["words", " "], ["", "\u3000\n"], ["e", " ", "f"], ["g", "h", "", " "]]
+    path = tmp_path / "groups.jsonl"
+    path.write_text("\n".join(map(json.dumps, groups)))
+    with caplog.at_level("WARNING", logger="trainers"):
+        kept = load_train_set(DataArguments(train_sets=[str(path)]), seed=0)
+    assert [row["texts"] for row in kept] == [groups[0], groups[3], groups[4]]
+    assert "2 of 5 groups are left out" in caplog.text
+    # What splitting leaves is looked at, and sets that are mixed.
+    split = load_train_set(DataArguments(train_sets=[str(path)] * 2, group_size=2), seed=0)
+    assert sorted(row["texts"] for row in split) == sorted([groups[0], groups[4][:2]] * 2)
+    path.write_text(json.dumps(["words", " "]))
+    with pytest.raises(ValueError, match="No group has two chunks"):
+        load_train_set(DataArguments(train_sets=[str(path)]), seed=0)
+
+
+def test_a_whole_set_is_not_copied(sets):
+    groups = load_groups(sets[0])
+    assert drop_blank_groups(groups) is groups
+
+
+def test_full_span_sources_must_be_there(sets):
+    assert load_train_set(DataArguments(train_sets=sets, full_span_sources=["b"]), seed=0)
+    with pytest.raises(ValueError, match="`full_span_sources` names 'bb', but the train sets' sources are a, b"):
+        load_train_set(DataArguments(train_sets=sets, full_span_sources=["b", "bb"]), seed=0)
+
+
+def test_sets_that_are_missing_are_an_error(sets):
     with pytest.raises(ValueError, match="`train_sets` is empty"):
         load_train_set(DataArguments(), seed=0)
 
@@ -136,7 +162,7 @@ def test_model_arguments_reach_the_config(tiny_lm_folder, tiny_bert_folder):
 
 
 def test_frozen_lm_gets_no_adapters(tiny_lm_folder):
-    model = load_model(ModelArguments(str(tiny_lm_folder), freeze_lm=True, lm_lora_r=4, retriever_lora_r=4))
+    model = load_model(ModelArguments(str(tiny_lm_folder), freeze_lm=True, retriever_lora_r=4))
     trained = {name for name, value in model.named_parameters() if value.requires_grad}
     assert trained and all(name.startswith("retriever.") and "lora_" in name for name in trained)
 

@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from hub_cards.backbones import set_pad_token
+from trainers.backbones import check_room, room_taken
+
 
 @dataclass
 class GroupCollator:
@@ -26,6 +29,9 @@ class GroupCollator:
         similarity_span_ratio: the share of the tokens that `first_half` keeps.
         full_span_sources: sources whose chunks are seen in full whatever `similarity_span` says (the authors do so
             for code in the mixed run).
+
+    Raises:
+        ValueError: for a length that prompt and special tokens take all of.
     """
 
     retriever_tokenizer: PreTrainedTokenizerBase
@@ -40,9 +46,10 @@ class GroupCollator:
 
     def __post_init__(self):
         for tokenizer in (self.retriever_tokenizer, self.lm_tokenizer):
-            if tokenizer.pad_token is None:
-                # Any will do: padding is masked, and marked by the attention mask alone.
-                tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+            set_pad_token(tokenizer)
+        check_room("max_length", self.max_length, room_taken(self.lm_tokenizer))
+        prompts = self.query_prompt, self.document_prompt
+        check_room("retriever_max_length", self.retriever_max_length, room_taken(self.retriever_tokenizer, prompts))
         probe = self.retriever_tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
         # Special tokens after the text: EOS, SEP, or none.
         self._suffix = len(probe) - 1 - max(i for i, special in enumerate(probe) if not special)

@@ -179,6 +179,22 @@ def test_tokenizers_without_padding_token_get_one(tiny_lm_folder):
     assert batch["attention_mask"].sum() < batch["attention_mask"].numel() and lm.pad_token_id == 0
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"retriever_max_length": 1}, "`retriever_max_length` is 1, and prompt and special tokens take"),
+        # Eight letters and EOS: all passages would be the same.
+        ({"retriever_max_length": 9, "document_prompt": "xqxqxqxq"}, "`retriever_max_length` is 9, and .* take 9"),
+        ({"max_length": 0}, "`max_length` is 0"),
+    ],
+)
+def test_lengths_that_leave_nothing_of_a_text_are_errors(eos_tokenizer, lm_tokenizer, options, message):
+    with pytest.raises(ValueError, match=message):
+        GroupCollator(eos_tokenizer, lm_tokenizer, **options)
+    if "document_prompt" in options:
+        GroupCollator(eos_tokenizer, lm_tokenizer, **options | {"retriever_max_length": 10})
+
+
 def test_padding_changes_nothing_for_the_model(tiny_lm_folder, collator):
     model = RevelaForPreTraining.from_backbones(tiny_lm_folder, tiny_lm_folder, similarity_temperature=0.1).eval()
     with torch.no_grad():
