@@ -121,7 +121,7 @@ def prepare_text(ctx: typer.Context) -> None:
         """
         config = PrepareConfig(**options)
         prepare(config)
-        recipe = METHODS[config.method][1].split()[0]
+        recipe = "small-run" if config.method == "revela" else METHODS[config.method][1].split()[0]
         typer.echo(f"Next: revela-hub train {config.method} {recipe} --train_sets {config.out}")
 
     _take_fields(run, PrepareConfig, argument="source")

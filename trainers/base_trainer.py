@@ -75,6 +75,11 @@ class PretrainingArguments(TrainingArguments):
         if picks_best and self.metric_for_best_model is None:
             # transformers' own default, the loss, is none of what `evaluate` measures for Revela.
             self.metric_for_best_model = "eval_sibling_ndcg_at_10"
+        if self.push_to_hub:
+            # Trainer uploads while we rename what it uploads, and a checkpoint is no retriever that anyone would load.
+            raise ValueError(
+                "`push_to_hub` is not for checkpoints: leave it out, and push what `revela-hub export` writes."
+            )
         super().__post_init__()
 
 
@@ -269,8 +274,6 @@ class PretrainingTrainer(Trainer):
             sys.exit(PREEMPTED)
         self.save_model()
         self.save_state()
-        if self.args.push_to_hub:
-            self.push_to_hub()
 
     def _position(self) -> dict[str, int]:
         """What decides which rows a step is made of."""
@@ -393,8 +396,6 @@ class PretrainingTrainer(Trainer):
                 replace(path, folder / path.name)
             staged.rmdir()
         self.accelerator.wait_for_everyone()
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     @contextmanager
     def _written_beside(self, folder: Path) -> Iterator[Path]:

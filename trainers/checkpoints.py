@@ -116,9 +116,13 @@ def last_checkpoint(args: TrainingArguments) -> str | None:
         FileExistsError: if the folder holds another run that is neither resumed nor to be overwritten, or a model
             that no run wrote.
         FileNotFoundError: if there is nothing to resume from.
+        PermissionError: if the output folder cannot be written.
         ValueError: if the checkpoint is damaged, naming the newest whole one.
     """
     folder = Path(args.output_dir)
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise PermissionError(f"{there} is no folder that can be written: choose another --output_dir.")
     checkpoints = _checkpoints(folder)
     resume = str(args.resume_from_checkpoint or "false")
     if resume.lower() in ("true", "last"):

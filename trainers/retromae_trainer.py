@@ -49,8 +49,8 @@ class RetroMAETrainer(PretrainingTrainer):
     Trains a `RetroMAEForPreTraining` on prepared sequences.
 
     Logs, over the tokens that were predicted since the last log in all processes: `encoder_loss` and `decoder_loss`,
-    whose sum is the loss (Algorithm 1), `bow_loss` where it is trained, `encoder_accuracy` and `decoder_accuracy`, the
-    share of predicted tokens that are right; and `tokens_per_second`.
+    whose sum is the loss (Algorithm 1), `bow_loss` where it is trained, which is then part of the loss by its weight,
+    `encoder_accuracy` and `decoder_accuracy`, the share of predicted tokens that are right; and `tokens_per_second`.
 
     Args:
         train_dataset, eval_dataset: rows `text`, `doc_id`, `source`, as `load_sequences` returns them.
@@ -99,6 +99,11 @@ class RetroMAETrainer(PretrainingTrainer):
             if accuracy is not None:
                 self._add(f"{name}_accuracy", accuracy * count, count)
 
+    def evaluate(self, eval_dataset=None, *args, **kwargs) -> dict[str, float]:
+        if eval_dataset is not None and not isinstance(eval_dataset, NumberedExamples):
+            eval_dataset = NumberedExamples(eval_dataset)
+        return super().evaluate(eval_dataset, *args, **kwargs)
+
     def _measure(self, model, rows) -> dict[str, float]:
         """Losses, accuracies and sibling retrieval on held-out sequences."""
         collator = self.data_collator
@@ -107,11 +112,13 @@ class RetroMAETrainer(PretrainingTrainer):
         with torch.no_grad():
             for batch in self._batches(rows):
                 output = model(**batch)
-                for half in ("encoder", "decoder"):
-                    count = int(getattr(output, f"num_{half}_tokens"))
+                texts = len(output.sentence_embedding)
+                of = {"encoder": output.num_encoder_tokens, "decoder": output.num_decoder_tokens, "bow": texts}
+                for half, count in of.items():
                     for name in (f"{half}_loss", f"{half}_accuracy"):
-                        sums[name] = sums.get(name, 0.0) + float(getattr(output, name)) * count
-                        counts[name] = counts.get(name, 0) + count
+                        if (value := getattr(output, name, None)) is not None:
+                            sums[name] = sums.get(name, 0.0) + float(value) * int(count)
+                            counts[name] = counts.get(name, 0) + int(count)
 
         def encode(texts: list[str]) -> torch.Tensor:
             embeddings = self._embed(model.embed, collator.tokenizer, collator.max_length, texts)
@@ -119,7 +126,8 @@ class RetroMAETrainer(PretrainingTrainer):
 
         siblings = sibling_retrieval(sibling_groups(rows), encode, encode)
         measured = {name: total / max(counts[name], 1) for name, total in sums.items()}
-        measured["loss"] = measured["encoder_loss"] + measured["decoder_loss"]
+        weights = {"encoder_loss": 1.0, "decoder_loss": 1.0, "bow_loss": model.config.bow_loss_weight}
+        measured["loss"] = sum(weight * measured[name] for name, weight in weights.items() if name in measured)
         return measured | {f"sibling_{name}": value for name, value in siblings.items()}
 
     _what_takes_memory = "max_seq_length"

@@ -290,6 +290,16 @@ def test_a_run_that_cannot_start_deletes_nothing(earlier_run, run_training, lora
     assert sorted(earlier_run.rglob("*")) == before
 
 
+def test_output_that_cannot_be_written_is_found_out_at_the_start(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(PermissionError, match="file is no folder that can be written"):
+        last_checkpoint(arguments(tmp_path / "file" / "run"))
+    if os.access("/sys", os.W_OK):
+        return  # nothing here that is mounted read-only
+    with pytest.raises(PermissionError, match="/sys is no folder that can be written"):
+        last_checkpoint(arguments(Path("/sys/run")))
+
+
 def test_checkpoints_of_another_model_are_not_overwritten(tiny_bert_folder, tmp_path):
     shutil.copytree(tiny_bert_folder, tmp_path / "checkpoint-4")
     with pytest.raises(FileExistsError, match="checkpoint-4 holds a model that is no Revela run"):

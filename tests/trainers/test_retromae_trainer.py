@@ -159,6 +159,13 @@ def test_first_logged_values_are_those_of_the_model(run, watch, tmp_path):
         assert entry[name] == pytest.approx(float(output[name]), rel=1e-5), name
 
 
+def test_evaluation_takes_rows_and_measures_the_loss_that_is_trained(run, tmp_path):
+    trainer = run(tmp_path, model=DECODERS["dupmae"], max_steps=1)
+    measured = trainer.evaluate(trainer.train_dataset.rows.select(range(4)))
+    parts = [measured[f"eval_{name}_loss"] for name in ("encoder", "decoder", "bow")]
+    assert measured["eval_loss"] == pytest.approx(parts[0] + parts[1] + 0.1 * parts[2])
+
+
 # Checkpoints
 
 

@@ -256,6 +256,17 @@ def test_each_part_has_its_learning_rate_and_decay(run_training, tmp_path):
     assert found["lm.backbone.model.layers.0.input_layernorm.weight"] == (1e-4, 0.0)
 
 
+def test_optimizer_that_chooses_its_own_weights_is_refused(run_training, tmp_path):
+    pytest.importorskip("torch")
+    with pytest.raises((ValueError, ImportError), match="optim|lomo|galore"):
+        run_training(tmp_path, max_steps=1, optim="lomo")
+
+
+def test_checkpoints_are_not_pushed(tmp_path):
+    with pytest.raises(ValueError, match="`push_to_hub` is not for checkpoints"):
+        RevelaTrainingArguments(output_dir=str(tmp_path), use_cpu=True, push_to_hub=True)
+
+
 def test_learning_rates_that_are_left_out(run_training, tmp_path):
     found = rates(run_training(tmp_path, max_steps=1, learning_rate=1e-3))
     assert found["lm.in_batch_gate"][0] == pytest.approx(2e-2)
