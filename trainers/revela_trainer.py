@@ -110,11 +110,6 @@ class RevelaTrainer(PretrainingTrainer):
                 groups.setdefault((self._learning_rate_of(name, ours), decay), []).append(parameter)
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
             options.pop("lr", None)
-            if options.keys() & {"params", "model", "optimizer_dict"}:
-                raise ValueError(
-                    f"`optim` {self.args.optim} chooses its own weights, which would undo the learning rates of the "
-                    "parts: take another, such as adamw_torch."
-                )
             self.optimizer = optimizer_class(
                 [{"params": members, "lr": rate, "weight_decay": decay} for (rate, decay), members in groups.items()],
                 lr=self.args.learning_rate,
