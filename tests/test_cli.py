@@ -207,9 +207,9 @@ def stand_in_script(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(revela_hub, "HERE", tmp_path)
 
-    def start(*arguments: str, num_processes: int | None = None, machines: tuple = ()):
+    def start(*arguments: str, **launch):
         with pytest.raises(revela_hub.typer.Exit) as stopped:
-            revela_hub._launch("toy", list(arguments), "cpu", num_processes, False, machines)
+            revela_hub._launch("toy", list(arguments), revela_hub.Launch("cpu", **launch), wants_help=False)
         return stopped.value.exit_code, [json.loads(path.read_text()) for path in sorted(tmp_path.rglob("seen-*"))]
 
     return start
@@ -238,14 +238,14 @@ def test_train_starts_one_process_on_each_of_two_machines(stand_in_script):
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+        port = free.getsockname()[1]
 
-    def machine(rank: str):
-        options = ("--num_machines", "2", "--machine_rank", rank, "--main_process_ip", "127.0.0.1")
-        return stand_in_script(num_processes=2, machines=(*options, "--main_process_port", port))
+    def machine(rank: int):
+        machines = {"num_machines": 2, "main_process_ip": "127.0.0.1", "main_process_port": port}
+        return stand_in_script(num_processes=2, machine_rank=rank, **machines)
 
     with ThreadPoolExecutor() as machines:
-        ends = list(machines.map(machine, "01"))
+        ends = list(machines.map(machine, (0, 1)))
     assert [code for code, _ in ends] == [0, 0]
     assert {(one["rank"], one["world"]) for _, seen in ends for one in seen} == {("0", "2"), ("1", "2")}
 
