@@ -95,7 +95,7 @@ def main() -> None:
             for processes in (1, 2):
                 sizes = ("--batch-size", options.batch_size, "--shard-size", options.shard_size)
                 out = ("--out", f"{folder}/launched-{processes}-{turn}", "--num-processes", processes)
-                clock.setdefault(f"embed, launched, {processes} processes", []).append(
+                clock.setdefault(f"embed, launched, processes: {processes}", []).append(
                     launched(path, corpus, *out, *sizes)
                 )
     lines = ["| | texts a second | all turns | texts a second of CPU | all turns |", "| --- | --- | --- | --- | --- |"]
@@ -109,7 +109,7 @@ def main() -> None:
         lines.append(f"| {name} | {' | '.join(cells)} |")
     best = {name: min(turns) for name, turns in clock.items()}
     by_cpu = min(cpu_time["encode_document"]) / min(cpu_time["embed"])
-    one, two = (best[f"embed, launched, {processes} processes"] for processes in (1, 2))
+    one, two = (best[f"embed, launched, processes: {processes}"] for processes in (1, 2))
     lines += [
         "",
         f"`embed` against `encode_document`, one process: {by_cpu:.2f} times the texts a second of CPU, "
@@ -120,7 +120,7 @@ def main() -> None:
     load = os.getloadavg()[1]
     text = "\n".join(lines) + (
         f"\n\n{options.texts} texts, shards of {options.shard_size}, batches of {options.batch_size}, one thread a "
-        f"process, {os.cpu_count()} cores of {cpu} shared with other work (load average {load:.1f} over five minutes), "
+        f"process, {os.cpu_count()} cores of {cpu} shared with other work (load average {load:.1f}), "
         f"Python {platform.python_version()}."
     )
     print(text)

@@ -15,6 +15,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import revela_hub
+from hub_cards.embed import EmbedConfig
 from hub_cards.eos_tokenizer import append_eos
 from modeling_revela import RevelaForPreTraining
 from trainers.data.collator import GroupCollator
@@ -64,7 +65,7 @@ def test_help_needs_no_heavy_import():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for name in ("prepare", "train", "export", "evaluate", "search"):
+    for name in ("prepare", "train", "export", "evaluate", "search", "embed"):
         assert f"\n  {name} " in done.stdout
 
 
@@ -86,6 +87,20 @@ def test_options_of_prepare_are_the_fields_of_its_config():
         assert option in shown, option
         assert field.metadata["help"].split()[0] in shown
     assert "[default: 120]" in shown and "revela-hub prepare docs/ --out prepared/" in shown
+
+
+def test_options_of_embed_are_the_fields_of_its_config_and_of_launching():
+    shown = run("embed", "--help").stdout
+    for field in (*dataclasses.fields(EmbedConfig), *dataclasses.fields(revela_hub.Launch)):
+        option = field.name if field.name in ("model", "corpus") else "--" + field.name.replace("_", "-")
+        assert option in shown and field.metadata["help"].split()[0] in shown, option
+    assert "[default: 10000]" in shown and "revela-hub embed retriever/ docs/ --out embeddings/" in shown
+
+
+def test_embed_hands_back_that_its_process_failed(text_folder, tmp_path):
+    done = run("embed", tmp_path / "no-model", text_folder, "--out", tmp_path / "out", "--launch-config", "cpu")
+    assert done.exit_code not in (0, None) and "accelerate launch" in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_prepare_writes_what_its_options_say(prepared):
@@ -146,6 +161,10 @@ def test_errors_are_one_line_unless_debugging(tmp_path):
         (("evaluate", "model"), "either --task (with labels) or --groups"),
         (("evaluate", "model", "--task", "SciFact", "--groups", "x"), "not both"),
         (("search", "model", "no-such-folder", "query"), "no-such-folder"),
+        (("embed", "model", "no-such-folder", "--out", "x"), "no-such-folder"),
+        (("embed", "model", "docs", "--out", "x", "--format", "csv"), "choose one of parquet, numpy"),
+        (("embed", "model", "docs", "--out", "x", "--num-processes", "0"), "num_processes is 0"),
+        (("train", "revela", "--machine-rank", "-1"), "machine_rank is -1"),
         (("train", "revela", "no-such-recipe"), "revela-smollm2-135m-wikipedia"),
         (("train", "revela", "--launch-config", "no-such-config"), "cpu, ddp, fsdp2, single, zero1, zero2, zero3"),
     ],
