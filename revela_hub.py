@@ -6,6 +6,7 @@
     revela-hub export run/ retriever/                            # checkpoint -> sentence-transformers folder
     revela-hub evaluate retriever/ --task beir-folder/           # nDCG@10 and more, side by side
     revela-hub search retriever/ docs/ "how do I open a file?"
+    revela-hub embed retriever/ docs/ --out embeddings/          # a corpus -> shards of embeddings, on many devices
 
 The commands import what they need when they run, so that `--help` answers at once.
 """
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, get_type_hints
@@ -124,27 +125,35 @@ def prepare_text(ctx: typer.Context) -> None:
         recipe = "small-run" if config.method == "revela" else METHODS[config.method][1].split()[0]
         typer.echo(f"Next: revela-hub train {config.method} {recipe} --train_sets {config.out}")
 
-    _take_fields(run, PrepareConfig, argument="source")
+    _run_fields(ctx, run, PrepareConfig, arguments=("source",))
+
+
+def _run_fields(ctx: typer.Context, function: Callable, *classes: type, arguments: Sequence[str]) -> None:
+    """Runs a function whose options are the fields of dataclasses, on what follows the command."""
+    _take_fields(function, *classes, arguments=arguments)
     command = typer.Typer(add_completion=False, rich_markup_mode=None)
-    command.command()(run)
-    typer.main.get_command(command)(ctx.args, prog_name=ctx.command_path, standalone_mode=False)
+    command.command()(function)
+    if code := typer.main.get_command(command)(ctx.args, prog_name=ctx.command_path, standalone_mode=False):
+        raise typer.Exit(code)
 
 
-def _take_fields(function: Callable, config_class: type, argument: str) -> None:
-    """Makes the fields of a dataclass the options of a command, with their help, all but one, which is positional."""
-    hints = get_type_hints(config_class)
-    parameters = []
-    for field in dataclasses.fields(config_class):
-        if field.name == argument:
-            info = typer.Argument(help=field.metadata["help"])
-        else:
-            names = [field.metadata["option"]] if "option" in field.metadata else []
-            info = typer.Option(*names, help=field.metadata["help"])
-        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-        annotation = Annotated[hints[field.name], info]
-        parameters.append(
-            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-        )
+def _take_fields(function: Callable, *classes: type, arguments: Sequence[str] = ()) -> None:
+    """Makes the fields of dataclasses the options of a command, with their help; `arguments` names the positional."""
+    own = inspect.signature(function).parameters.values()
+    parameters = [parameter for parameter in own if parameter.kind != inspect.Parameter.VAR_KEYWORD]
+    for config_class in classes:
+        hints = get_type_hints(config_class)
+        for field in dataclasses.fields(config_class):
+            if field.name in arguments:
+                info = typer.Argument(help=field.metadata["help"])
+            else:
+                names = [field.metadata["option"]] if "option" in field.metadata else []
+                info = typer.Option(*names, help=field.metadata["help"])
+            default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+            annotation = Annotated[hints[field.name], info]
+            parameters.append(
+                inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            )
     function.__signature__ = inspect.Signature(parameters)
     function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
 
@@ -168,26 +177,55 @@ def train(
         raise typer.Exit
 
 
+@dataclasses.dataclass
+class Launch:
+    """How `accelerate launch` is to start a script."""
+
+    launch_config: str | None = dataclasses.field(
+        default=None,
+        metadata={
+            "help": "Launching: a shipped config (cpu, single, ddp) or an accelerate YAML file; left out, your own "
+            "accelerate config where there is one, otherwise what fits this machine."
+        },
+    )
+    num_processes: int | None = dataclasses.field(
+        default=None, metadata={"help": "Launching: processes in all, one a device, on all machines together."}
+    )
+    num_machines: int | None = dataclasses.field(
+        default=None, metadata={"help": "Launching: machines; the same command on each, with a --machine-rank."}
+    )
+    machine_rank: int | None = dataclasses.field(
+        default=None, metadata={"help": "Launching: the number of this machine, from 0."}
+    )
+    main_process_ip: str | None = dataclasses.field(
+        default=None, metadata={"help": "Launching: the address of machine 0."}
+    )
+    main_process_port: int | None = dataclasses.field(
+        default=None, metadata={"help": "Launching: a free port of machine 0."}
+    )
+
+    def __post_init__(self) -> None:
+        for name, least in {"num_processes": 1, "num_machines": 1, "machine_rank": 0, "main_process_port": 0}.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} is {value}; it must be at least {least}.")
+
+    def command(self, script: Path) -> tuple[list[str], bool]:
+        """The command of `accelerate launch` up to the script, and whether the run is on the CPU."""
+        options, on_cpu = _launch_options(self.launch_config, self.num_processes)
+        for name in ("num_machines", "machine_rank", "main_process_ip", "main_process_port"):
+            if (value := getattr(self, name)) is not None:
+                options += [f"--{name}", str(value)]
+        # A path, not `-m trainers.…`: a folder called `trainers` where the user happens to stand must not win.
+        return ["accelerate", "launch", *options, str(script)], on_cpu
+
+
 def _add_method(method: str, text: str) -> None:
-    @train_app.command(method, context_settings=FORWARD, add_help_option=False, short_help=text)
-    def run(
-        ctx: typer.Context,
-        launch_config: Annotated[str | None, typer.Option()] = None,
-        num_processes: Annotated[int | None, typer.Option(min=1)] = None,
-        num_machines: Annotated[int | None, typer.Option(min=1)] = None,
-        machine_rank: Annotated[int | None, typer.Option(min=0)] = None,
-        main_process_ip: Annotated[str | None, typer.Option()] = None,
-        main_process_port: Annotated[int | None, typer.Option(min=0)] = None,
-        help: Annotated[bool, typer.Option("--help")] = False,
-    ) -> None:
-        machines = {
-            "--num_machines": num_machines,
-            "--machine_rank": machine_rank,
-            "--main_process_ip": main_process_ip,
-            "--main_process_port": main_process_port,
-        }
-        given = [str(part) for name, value in machines.items() if value is not None for part in (name, value)]
-        _launch(method, ctx.args, launch_config, num_processes, help, given)
+    def run(ctx: typer.Context, help: Annotated[bool, typer.Option("--help")] = False, **launch) -> None:
+        _launch(method, ctx.args, Launch(**launch), help)
+
+    _take_fields(run, Launch)
+    train_app.command(method, context_settings=FORWARD, add_help_option=False, short_help=text)(run)
 
 
 for _method, (_text, _) in METHODS.items():
@@ -212,16 +250,8 @@ The rest is the script's own:
 """
 
 
-def _launch(
-    method: str,
-    arguments: list[str],
-    launch_config: str | None,
-    num_processes: int | None,
-    wants_help: bool,
-    machines: Sequence[str] = (),
-) -> None:
-    # A path, not `-m trainers.…`: a folder called `trainers` where the user happens to stand must not win.
-    script = str(HERE / "trainers" / f"{method}.py")
+def _launch(method: str, arguments: list[str], launch: Launch, wants_help: bool) -> None:
+    script = HERE / "trainers" / f"{method}.py"
     if wants_help:
         configs = ", ".join(sorted(path.stem for path in LAUNCH_CONFIGS.glob("*.yaml")))
         typer.echo(LAUNCH_HELP.format(method=method, configs=configs, example=METHODS[method][1]))
@@ -230,17 +260,20 @@ def _launch(
         from trainers.arguments import read_recipe
 
         read_recipe(arguments[0])
-    options, on_cpu = _launch_options(launch_config, num_processes)
+    command, on_cpu = launch.command(script)
     if on_cpu and not any(argument.partition("=")[0] == "--use_cpu" for argument in arguments):
         # A recipe with bf16 is refused on a machine without a GPU unless the CPU is asked for.
         arguments = [*arguments, "--use_cpu", "true"]
-    command = ["accelerate", "launch", *options, *machines, script, *arguments]
+    raise typer.Exit(_run_launched([*command, *arguments]))
+
+
+def _run_launched(command: list[str], environment: Mapping[str, str] | None = None) -> int:
     typer.echo(" ".join(command), err=True)
     command[:2] = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
-    raise typer.Exit(_run_group(command))
+    return _run_group(command, {**os.environ, **(environment or {})})
 
 
-def _run_group(command: list[str]) -> int:
+def _run_group(command: list[str], environment: Mapping[str, str]) -> int:
     """
     Run a command as a group of processes that gets the signals we get, and wait for all of the group.
 
@@ -254,7 +287,7 @@ def _run_group(command: list[str]) -> int:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
 
-    process = subprocess.Popen(command, start_new_session=True)
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
     before = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -470,6 +503,33 @@ def search_corpus(
     from hub_cards.search import print_hits, search
 
     print_hits(search(model, corpus, query, top_k=top_k, batch_size=batch_size))
+
+
+@app.command("embed", context_settings=FORWARD, add_help_option=False)
+def embed_corpus(ctx: typer.Context) -> None:
+    """Write a corpus's embeddings as shards, on any number of devices."""
+    from hub_cards.embed import EmbedConfig, embed
+
+    def run(**options) -> None:
+        """Write a corpus's embeddings as shards of Parquet or NumPy, on any number of devices.
+
+        OUT becomes a folder of shards, in the corpus's order, and embed.json, which says what was embedded with what.
+        The same command again goes on where a run was stopped. accelerate starts the processes, as for train.
+
+        \b
+        revela-hub embed retriever/ docs/ --out embeddings/
+        revela-hub embed retriever/ corpus.jsonl --out embeddings/ --num-processes 8 --dtype bfloat16
+        """
+        launch = Launch(**{field.name: options.pop(field.name) for field in dataclasses.fields(Launch)})
+        config = EmbedConfig(**options)
+        if "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by every launcher of accelerate
+            embed(config)
+            return
+        command, on_cpu = launch.command(HERE / "revela_hub.py")
+        environment = {"ACCELERATE_USE_CPU": "true"} if on_cpu else {}
+        raise typer.Exit(_run_launched([*command, "embed", *ctx.args], environment))
+
+    _run_fields(ctx, run, EmbedConfig, Launch, arguments=("model", "corpus"))
 
 
 if __name__ == "__main__":

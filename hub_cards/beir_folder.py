@@ -2,6 +2,7 @@
 
 import csv
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,15 +46,31 @@ def load_beir_folder(path: str | Path, split: str = "test") -> BeirFolder:
     return BeirFolder(path, corpus, {query: queries[query] for query in qrels}, qrels)
 
 
-def read_jsonl(path: Path, number_lines: bool = False) -> dict[str, str]:
+def read_jsonl(path: Path) -> dict[str, str]:
     """Reads lines of objects with `_id`, `text` and perhaps `title`, as id -> title and text.
+
+    Raises:
+        ValueError: naming file and line of what cannot be read or has the `_id` of another, or if there is no line.
+    """
+    texts = {}
+    for number, key, text in iter_jsonl(path):
+        if key in texts:
+            raise ValueError(f"{path}, line {number}: the _id {key!r} occurs a second time.")
+        texts[key] = text
+    if not texts:
+        raise ValueError(f"{path} is empty.")
+    return texts
+
+
+def iter_jsonl(path: Path, number_lines: bool = False) -> Iterator[tuple[int, str, str]]:
+    """The lines that `read_jsonl` reads, one at a time: number, id, title and text.
 
     With `number_lines` a line without `_id` is named by its number.
 
     Raises:
-        ValueError: naming file and line of what cannot be read, or if there is no line.
+        ValueError: naming file and line of what cannot be read.
     """
-    texts, number = {}, 0
+    number = 0
     with open(path, encoding="utf-8") as lines:
         try:
             for line in lines:
@@ -65,17 +82,11 @@ def read_jsonl(path: Path, number_lines: bool = False) -> dict[str, str]:
                     record = {"_id": number, **record}
                 if not isinstance(record, dict) or "_id" not in record or not isinstance(record.get("text"), str):
                     raise ValueError('each line must be an object with "_id" and "text"')
-                key = str(record["_id"])
-                if key in texts:
-                    raise ValueError(f"the _id {key!r} occurs a second time")
-                texts[key] = f"{record.get('title') or ''} {record['text']}".strip()
+                yield number, str(record["_id"]), f"{record.get('title') or ''} {record['text']}".strip()
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 ({error}); convert it first.") from None
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}.") from None
-    if not texts:
-        raise ValueError(f"{path} is empty.")
-    return texts
 
 
 def _read_qrels(path: Path) -> dict[str, dict[str, int]]:

@@ -11,12 +11,17 @@ from hub_cards.backbones import set_pad_token
 from hub_cards.ranking import as_tensor
 
 
-def load_model(model: str | Path | SentenceTransformer) -> SentenceTransformer:
-    """The model itself, or the one loaded from a folder or Hub id; raises ValueError naming what did not load."""
+def load_model(model: str | Path | SentenceTransformer, **options) -> SentenceTransformer:
+    """
+    The model itself, or the one loaded from a folder or Hub id, with the options of `SentenceTransformer`.
+
+    Raises:
+        ValueError: naming what did not load.
+    """
     if isinstance(model, SentenceTransformer):
         return model
     try:
-        loaded = SentenceTransformer(str(model))
+        loaded = SentenceTransformer(str(model), **options)
     except Exception as error:
         # What the loaders raise is about whichever file they tried last; the user needs the model's name first.
         hint = "" if Path(model).exists() else " There is no such folder, so it was taken for a Hub id."

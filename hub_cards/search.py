@@ -1,6 +1,7 @@
 """Search in a corpus with a retriever: encode all of it, rank exactly, show the top passages."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pyarrow.parquet as parquet
 from sentence_transformers import SentenceTransformer
 
 from hub_cards import ranking
-from hub_cards.beir_folder import read_jsonl
+from hub_cards.beir_folder import iter_jsonl
 from hub_cards.encoding import encode, load_model
 
 MAX_WORDS = 120
@@ -60,6 +61,14 @@ def read_passages(corpus: str | Path) -> list[tuple[str, str]]:
         FileNotFoundError: if there is no such file or folder.
         ValueError: if it holds no text, or a file is not as its name says.
     """
+    passages = list(iter_passages(corpus))
+    if not passages:
+        raise ValueError(f"{corpus} holds no text to search in.")
+    return passages
+
+
+def iter_passages(corpus: str | Path) -> Iterator[tuple[str, str]]:
+    """What `read_passages` reads, as a stream: one text file, line or Parquet batch is held at a time."""
     path = Path(corpus)
     if not path.exists():
         raise FileNotFoundError(f"There is no file or folder {path} to search in.")
@@ -67,16 +76,15 @@ def read_passages(corpus: str | Path) -> list[tuple[str, str]]:
         path = path / "corpus.jsonl"
     prepared = sorted(path.glob("*.parquet")) if path.is_dir() else [path] if path.suffix == ".parquet" else []
     if prepared:
-        passages = [passage for file in prepared for passage in _read_prepared(file)]
+        for file in prepared:
+            yield from _read_prepared(file)
     elif path.is_file():
-        passages = _read_file(path, path.name, is_only=True)
+        yield from _read_file(path, path.name, is_only=True)
     else:
         names = [(file, file.relative_to(path)) for file in sorted(path.rglob("*")) if file.is_file()]
-        visible = [(file, name) for file, name in names if not any(part.startswith(".") for part in name.parts)]
-        passages = [passage for file, name in visible for passage in _read_file(file, str(name), is_only=False)]
-    if not passages:
-        raise ValueError(f"{path} holds no text to search in.")
-    return passages
+        for file, name in names:
+            if not any(part.startswith(".") for part in name.parts):
+                yield from _read_file(file, str(name), is_only=False)
 
 
 def split_passages(text: str, max_words: int = MAX_WORDS) -> list[str]:
@@ -122,29 +130,31 @@ def print_hits(hits: list[Hit], max_lines: int = 8, max_characters: int = 600) -
         console.print(Padding(Text(snippet), (0, 0, 1, 4)))
 
 
-def _read_prepared(file: Path) -> list[tuple[str, str]]:
-    columns = set(parquet.read_schema(file).names)
-    if not {"texts", "doc_ids"} <= columns:
-        raise ValueError(
-            f"{file} has the columns {', '.join(sorted(columns))}, but a prepared set has texts and doc_ids."
-        )
-    table = parquet.read_table(file, columns=["texts", "doc_ids"])
-    return [
-        (doc_id, text) for row in table.to_pylist() for doc_id, text in zip(row["doc_ids"], row["texts"], strict=True)
-    ]
+def _read_prepared(file: Path) -> Iterator[tuple[str, str]]:
+    with parquet.ParquetFile(file) as rows:
+        columns = set(rows.schema_arrow.names)
+        if not {"texts", "doc_ids"} <= columns:
+            raise ValueError(
+                f"{file} has the columns {', '.join(sorted(columns))}, but a prepared set has texts and doc_ids."
+            )
+        for batch in rows.iter_batches(batch_size=256, columns=["texts", "doc_ids"]):
+            for row in batch.to_pylist():
+                yield from zip(row["doc_ids"], row["texts"], strict=True)
 
 
-def _read_file(file: Path, name: str, is_only: bool) -> list[tuple[str, str]]:
+def _read_file(file: Path, name: str, is_only: bool) -> Iterator[tuple[str, str]]:
     if file.suffix == ".jsonl":
-        texts = read_jsonl(file, number_lines=True).items()
-        return list(texts) if is_only else [(f"{name}#{key}", text) for key, text in texts]
+        for _, key, text in iter_jsonl(file, number_lines=True):
+            yield (key if is_only else f"{name}#{key}"), text
+        return
     try:
         content = file.read_bytes()
         if b"\0" in content:
             raise ValueError("it holds NUL bytes")
         text = content.decode("utf-8-sig")
     except ValueError as error:
-        if not is_only:
-            return []
-        raise ValueError(f"{file} is not UTF-8 text ({error}); convert it first.") from None
-    return [(f"{name}#{number}", passage) for number, passage in enumerate(split_passages(text), 1)]
+        if is_only:
+            raise ValueError(f"{file} is not UTF-8 text ({error}); convert it first.") from None
+        return
+    for number, passage in enumerate(split_passages(text), 1):
+        yield f"{name}#{number}", passage

@@ -15,6 +15,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import revela_hub
+from hub_cards.embed import EmbedConfig
 from hub_cards.eos_tokenizer import append_eos
 from modeling_revela import RevelaForPreTraining
 from trainers.data.collator import GroupCollator
@@ -64,7 +65,7 @@ def test_help_needs_no_heavy_import():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for name in ("prepare", "train", "export", "evaluate", "search"):
+    for name in ("prepare", "train", "export", "evaluate", "search", "embed"):
         assert f"\n  {name} " in done.stdout
 
 
@@ -86,6 +87,20 @@ def test_options_of_prepare_are_the_fields_of_its_config():
         assert option in shown, option
         assert field.metadata["help"].split()[0] in shown
     assert "[default: 120]" in shown and "revela-hub prepare docs/ --out prepared/" in shown
+
+
+def test_options_of_embed_are_the_fields_of_its_config_and_of_launching():
+    shown = run("embed", "--help").stdout
+    for field in (*dataclasses.fields(EmbedConfig), *dataclasses.fields(revela_hub.Launch)):
+        option = field.name if field.name in ("model", "corpus") else "--" + field.name.replace("_", "-")
+        assert option in shown and field.metadata["help"].split()[0] in shown, option
+    assert "[default: 10000]" in shown and "revela-hub embed retriever/ docs/ --out embeddings/" in shown
+
+
+def test_embed_hands_back_that_its_process_failed(text_folder, tmp_path):
+    done = run("embed", tmp_path / "no-model", text_folder, "--out", tmp_path / "out", "--launch-config", "cpu")
+    assert done.exit_code not in (0, None) and "accelerate launch" in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_prepare_writes_what_its_options_say(prepared):
@@ -146,6 +161,10 @@ def test_errors_are_one_line_unless_debugging(tmp_path):
         (("evaluate", "model"), "either --task (with labels) or --groups"),
         (("evaluate", "model", "--task", "SciFact", "--groups", "x"), "not both"),
         (("search", "model", "no-such-folder", "query"), "no-such-folder"),
+        (("embed", "model", "no-such-folder", "--out", "x"), "no-such-folder"),
+        (("embed", "model", "docs", "--out", "x", "--format", "csv"), "choose one of parquet, numpy"),
+        (("embed", "model", "docs", "--out", "x", "--num-processes", "0"), "num_processes is 0"),
+        (("train", "revela", "--machine-rank", "-1"), "machine_rank is -1"),
         (("train", "revela", "no-such-recipe"), "revela-smollm2-135m-wikipedia"),
         (("train", "revela", "--launch-config", "no-such-config"), "cpu, ddp, fsdp2, single, zero1, zero2, zero3"),
     ],
@@ -207,9 +226,9 @@ def stand_in_script(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(revela_hub, "HERE", tmp_path)
 
-    def start(*arguments: str, num_processes: int | None = None, machines: tuple = ()):
+    def start(*arguments: str, **launch):
         with pytest.raises(revela_hub.typer.Exit) as stopped:
-            revela_hub._launch("toy", list(arguments), "cpu", num_processes, False, machines)
+            revela_hub._launch("toy", list(arguments), revela_hub.Launch("cpu", **launch), wants_help=False)
         return stopped.value.exit_code, [json.loads(path.read_text()) for path in sorted(tmp_path.rglob("seen-*"))]
 
     return start
@@ -238,14 +257,14 @@ def test_train_starts_one_process_on_each_of_two_machines(stand_in_script):
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+        port = free.getsockname()[1]
 
-    def machine(rank: str):
-        options = ("--num_machines", "2", "--machine_rank", rank, "--main_process_ip", "127.0.0.1")
-        return stand_in_script(num_processes=2, machines=(*options, "--main_process_port", port))
+    def machine(rank: int):
+        machines = {"num_machines": 2, "main_process_ip": "127.0.0.1", "main_process_port": port}
+        return stand_in_script(num_processes=2, machine_rank=rank, **machines)
 
     with ThreadPoolExecutor() as machines:
-        ends = list(machines.map(machine, "01"))
+        ends = list(machines.map(machine, (0, 1)))
     assert [code for code, _ in ends] == [0, 0]
     assert {(one["rank"], one["world"]) for _, seen in ends for one in seen} == {("0", "2"), ("1", "2")}
 

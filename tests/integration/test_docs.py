@@ -15,14 +15,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [
-    "docs/own-corpus.md",
-    "docs/own-backbone.md",
-    "docs/publish.md",
-    "docs/reproduce.md",
-    "docs/scale.md",
-    "docs/retromae.md",
-]
+PAGES = ["own-corpus", "large-corpora", "own-backbone", "publish", "reproduce", "scale", "retromae"]
+PAGES = [f"docs/{page}.md" for page in PAGES]
 # Set-up and long runs, each covered by tests of its own: CI runs `make test`, `make demo` is the demo.
 NOT_HERE = ("make ", "python benchmarks/")
 

@@ -134,8 +134,8 @@ class PrepareConfig:
             raise ValueError("tokenizer is missing: sequences are as long as the encoder's own tokens make them.")
 
 
-class _Chunked(NamedTuple):
-    """What a worker makes of a document."""
+class Chunked(NamedTuple):
+    """What a worker makes of a document; `digest` is `text_digest` of its text."""
 
     id: str
     outcome: str  # "kept" so far, "empty" or "too_short"
@@ -158,7 +158,15 @@ class _Chunker:
         return [list(chunk_text(text, kind, self.max_words, self.language)) for text, kind in documents]
 
 
-def _chunk_batch(documents: list[Document], cut: Cut, min_words: int) -> list[_Chunked]:
+def cut_of(config: PrepareConfig) -> Cut:
+    """What cuts documents for the method."""
+    if config.method == "revela":
+        return _Chunker(config.max_words, config.language)
+    return Packer(config.tokenizer, config.max_seq_length, config.language)
+
+
+def chunk_batch(documents: list[Document], cut: Cut, min_words: int) -> list[Chunked]:
+    """Documents, extracted where they are HTML and cut, in their order."""
     documents = [
         Document(doc_id, html_to_text(text), "prose") if kind == "html" else Document(doc_id, text, kind)
         for doc_id, text, kind in documents
@@ -171,7 +179,7 @@ def _chunk_batch(documents: list[Document], cut: Cut, min_words: int) -> list[_C
             outcome = "empty"
         elif len(chunks) < min_words and sum(map(count_words, chunks)) < min_words:  # a chunk has at least one
             outcome = "too_short"
-        results.append(_Chunked(doc_id, outcome, text_digest(text), chunks))
+        results.append(Chunked(doc_id, outcome, text_digest(text), chunks))
     return results
 
 
@@ -187,20 +195,17 @@ def _batches(items: Iterable[Document | DataError]) -> Iterator[list[Document | 
     yield batch
 
 
-def _chunked(config: PrepareConfig, source: Source) -> Iterator[_Chunked | DataError]:
+def _chunked(config: PrepareConfig, source: Source) -> Iterator[Chunked | DataError]:
     """The source's documents, chunked by `num_proc` processes, in the source's order."""
-    if config.method == "revela":
-        cut: Cut = _Chunker(config.max_words, config.language)
-    else:
-        cut = Packer(config.tokenizer, config.max_seq_length, config.language)
+    cut = cut_of(config)
 
-    def merge(batch: list[Document | DataError], results: list[_Chunked]) -> Iterator[_Chunked | DataError]:
+    def merge(batch: list[Document | DataError], results: list[Chunked]) -> Iterator[Chunked | DataError]:
         done = iter(results)
         return (item if isinstance(item, DataError) else next(done) for item in batch)
 
     if config.num_proc == 1:
         for batch in _batches(source):
-            yield from merge(batch, _chunk_batch([x for x in batch if isinstance(x, Document)], cut, config.min_words))
+            yield from merge(batch, chunk_batch([x for x in batch if isinstance(x, Document)], cut, config.min_words))
         return
     # spawn: forking a process whose libraries run threads (Arrow, tokenizers) can deadlock.
     context = multiprocessing.get_context("spawn")
@@ -211,7 +216,7 @@ def _chunked(config: PrepareConfig, source: Source) -> Iterator[_Chunked | DataE
                 documents = [item for item in batch if isinstance(item, Document)]
                 # What is kept here to merge by is the place of the errors, not the texts a second time.
                 places = [item if isinstance(item, DataError) else _PLACE for item in batch]
-                waiting.append((places, pool.submit(_chunk_batch, documents, cut, config.min_words)))
+                waiting.append((places, pool.submit(chunk_batch, documents, cut, config.min_words)))
                 if len(waiting) > 2 * config.num_proc:  # bounds memory when reading is faster than chunking
                     places, future = waiting.popleft()
                     yield from merge(places, future.result())
@@ -344,6 +349,18 @@ class _SequenceRows:
 
 
 def _write(config: PrepareConfig, source: Source, folder: Path) -> dict[str, Any]:
+    summary = write_chunked(config, _chunked(config, source), folder)
+    summary["ignored_files"] = dict(sorted(source.ignored_files.items()))
+    check_enough(config, summary)
+    return summary
+
+
+def write_chunked(config: PrepareConfig, items: Iterable[Chunked | DataError], folder: Path) -> dict[str, Any]:
+    """Write the shards of cut documents to a folder; returns the summary of `prepare`.
+
+    Raises:
+        DataError: one of the items (with `on_error="stop"`).
+    """
     splits = ("train", "validation")
     name = Path(config.source).name if Path(config.source).exists() else config.source
     make, schema, unit = {
@@ -356,7 +373,7 @@ def _write(config: PrepareConfig, source: Source, folder: Path) -> dict[str, Any
     errors: list[str] = []
     seen = DigestSet()
     with tqdm(unit=" documents", desc="Preparing", disable=None) as progress:
-        for item in _chunked(config, source):
+        for item in items:
             documents["read"] += 1
             progress.update()
             if isinstance(item, DataError):
@@ -380,8 +397,6 @@ def _write(config: PrepareConfig, source: Source, folder: Path) -> dict[str, Any
         shards[split].write(rows[split].finish())
     pieces = {split: rows[split].pieces for split in splits}
     pieces = {"made": made, **pieces, "left_over": made - sum(pieces.values())}
-    if not pieces["train"]:
-        raise _too_little(config, documents, made, errors, source)
     settings = asdict(config)
     for name_ in ("out", "num_proc", "overwrite"):  # where and how, not what: the set is the same for any
         del settings[name_]
@@ -398,24 +413,29 @@ def _write(config: PrepareConfig, source: Source, folder: Path) -> dict[str, Any
             key: documents[key] for key in ("read", "kept", "empty", "too_short", "duplicate", "error", *splits)
         },
         **parts,
-        "ignored_files": dict(sorted(source.ignored_files.items())),
+        "ignored_files": {},
         "first_errors": errors,
         "shards": dict(chain.from_iterable(shards[split].close().items() for split in splits)),
     }
 
 
-def _too_little(config: PrepareConfig, documents: Counter, made: int, errors: list[str], source: Source) -> DataError:
+def check_enough(config: PrepareConfig, summary: dict[str, Any]) -> None:
+    """Raises DataError, with the account, where there is nothing to train on."""
+    documents, errors = summary["documents"], summary["first_errors"]
+    pieces = summary["chunks" if config.method == "revela" else "sequences"]
+    if pieces["train"]:
+        return
     account = ", ".join(
         f"{documents[key]} {key.replace('_', ' ')}"
         for key in ("train", "validation", "empty", "too_short", "duplicate", "error")
     )
     if config.method == "revela":
-        lack = f"{made} chunks make no group of {config.group_size} for training; give it more text, "
+        lack = f"{pieces['made']} chunks make no group of {config.group_size} for training; give it more text, "
         lack += "or lower --group-size."
     else:
-        lack = f"{made} sequences leave none for training; give it more text, or lower --validation-share."
-    ignored = sum(source.ignored_files.values())
-    return DataError(
+        lack = f"{pieces['made']} sequences leave none for training; give it more text, or lower --validation-share."
+    ignored = sum(summary["ignored_files"].values())
+    raise DataError(
         f"{config.source}: {documents['read']} documents ({account}) and {lack}"
         + (f" {ignored} files were ignored, for their suffix or --include." if ignored else "")
         + (f" First error: {errors[0]}" if errors else "")
