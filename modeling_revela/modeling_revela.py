@@ -82,8 +82,8 @@ class RevelaForPreTraining(RevelaPreTrainedModel):
         # What was asked for is the retriever's: the LM has in-batch attention.
         config._attn_implementation_internal = "sdpa"
         if retriever is None:
-            options = {"dtype": torch.get_default_dtype(), "attn_implementation": asked}
-            retriever = AutoModel.from_config(config.retriever_config, **options)
+            options = {} if asked is None else {"attn_implementation": asked}
+            retriever = AutoModel.from_config(config.retriever_config, dtype=torch.get_default_dtype(), **options)
         self.retriever = add_lora(retriever, config.retriever_lora)
         for name, parameter in self.retriever.named_parameters():
             # BERT's own pooler is carried along for the export but takes no part in the embedding.

@@ -93,6 +93,9 @@ def test_recipe_holds_the_settings_of_the_paper(path):
     assert (model.v_norm, model.similarity_span) == ((False, "full") if on_code else (True, "first_half"))
     large = model.retriever_name_or_path in (RETRIEVERS["llama-3.2-3b"], RETRIEVERS["llama-3.1-8b"])
     assert data.group_size == (8 if large else 4 if "group-size" in path.stem else 16)
+    # The paper's groups of 8 are halves of its groups of 16 of which the other is dropped; here both are trained on.
+    line = next(line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("max_steps"))
+    assert ("is half of the" in line) == large and not (large and "one epoch" in line)
 
 
 def test_recipes_cover_each_table_and_retriever():

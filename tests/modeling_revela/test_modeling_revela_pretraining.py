@@ -338,6 +338,7 @@ class TestFromBackbones:
         model = RevelaForPreTraining.from_backbones(tmp_path, tmp_path, dtype=torch.bfloat16, lm_lora=LORA)
         dtypes = {"lora_" in name: parameter.dtype for name, parameter in model.lm.named_parameters()}
         assert dtypes == {False: torch.bfloat16, True: torch.float32}
+        assert {parameter.dtype for parameter in model.retriever.parameters()} == {torch.bfloat16}
 
     def test_causal_lm_as_retriever_gives_its_decoder(self):
         retriever = make_lm(seed=1)

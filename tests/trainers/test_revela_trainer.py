@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, TrainerCallback
 
 from modeling_revela import RevelaForPreTraining
 from trainers.revela_trainer import RevelaTrainingArguments
@@ -329,7 +329,18 @@ def test_best_model_by_sibling_retrieval_is_kept_and_loaded(run_training, logged
     assert largest_difference(written, kept) == 0
 
 
-def test_best_that_was_measured_but_not_saved_is_not_named(run_training, logged, tmp_path):
+class Script(TrainerCallback):
+    """Measures what it is told to, by step."""
+
+    def __init__(self, values: list[float]):
+        self.values = values
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        metrics["eval_scripted"] = self.values[state.global_step - 1]
+
+
+@pytest.mark.parametrize(("values", "best", "named"), [([9, 1, 2, 3], 1, None), ([1, 2, 9, 3], 3, "checkpoint-2")])
+def test_best_that_was_measured_but_not_saved_is_not_named(run_training, tmp_path, values, best, named):
     trainer = run_training(
         tmp_path,
         max_steps=4,
@@ -337,11 +348,9 @@ def test_best_that_was_measured_but_not_saved_is_not_named(run_training, logged,
         eval_steps=1,
         save_strategy="steps",
         save_steps=2,
-        metric_for_best_model="eval_runtime",
-        greater_is_better=False,
+        metric_for_best_model="eval_scripted",
+        greater_is_better=True,
+        callbacks=[Script(values)],
     )
-    runtimes = logged(trainer, "eval_runtime")
-    best = runtimes.index(min(runtimes)) + 1
-    named = trainer.state.best_model_checkpoint
     assert trainer.state.best_global_step == best
-    assert named is None or (tmp_path / named).is_dir()
+    assert trainer.state.best_model_checkpoint == (named and str(tmp_path / named))
