@@ -115,14 +115,19 @@ def prepare_text(ctx: typer.Context) -> None:
         revela-hub prepare docs/ --for retromae --tokenizer bert-base-uncased --out prepared/
         """
         config = PrepareConfig(**options)
-        prepare(config)
+        try:
+            prepare(config)
+        except KeyboardInterrupt:
+            typer.echo(f"error: interrupted, so nothing was written to {config.out}.", err=True)
+            raise typer.Exit(130) from None
         recipe = METHODS[config.method][1].split()[0]
         typer.echo(f"Next: revela-hub train {config.method} {recipe} --train_sets {config.out}")
 
     _take_fields(run, PrepareConfig, argument="source")
     command = typer.Typer(add_completion=False, rich_markup_mode=None)
     command.command()(run)
-    typer.main.get_command(command)(ctx.args, prog_name=ctx.command_path, standalone_mode=False)
+    status = typer.main.get_command(command)(ctx.args, prog_name=ctx.command_path, standalone_mode=False)
+    raise typer.Exit(status or 0)  # not standalone, it returns the status of an exit
 
 
 def _take_fields(function: Callable, config_class: type, argument: str) -> None:
