@@ -121,7 +121,11 @@ def prepare_text(ctx: typer.Context) -> None:
         revela-hub prepare docs/ --for retromae --tokenizer bert-base-uncased --out prepared/
         """
         config = PrepareConfig(**options)
-        prepare(config)
+        try:
+            prepare(config)
+        except KeyboardInterrupt:
+            typer.echo(f"error: interrupted, so nothing was written to {config.out}.", err=True)
+            raise typer.Exit(130) from None
         recipe = "small-run" if config.method == "revela" else METHODS[config.method][1].split()[0]
         typer.echo(f"Next: revela-hub train {config.method} {recipe} --train_sets {config.out}")
 

@@ -22,7 +22,8 @@ import importlib.metadata
 import json
 import multiprocessing
 import os
-import shutil
+import signal
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -37,6 +38,7 @@ from tqdm.auto import tqdm
 
 from trainers.data.chunking import chunk_text, count_words
 from trainers.data.grouping import DigestSet, Group, Grouper, Shuffler, in_validation, text_digest
+from trainers.data.output_folder import replaced_folder
 from trainers.data.packing import Packer
 from trainers.data.readers import DataError, Document, Source, html_to_text
 from trainers.data.shards import Shards
@@ -209,7 +211,7 @@ def _chunked(config: PrepareConfig, source: Source) -> Iterator[Chunked | DataEr
         return
     # spawn: forking a process whose libraries run threads (Arrow, tokenizers) can deadlock.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(config.num_proc, mp_context=context, initializer=_one_thread) as pool:
+    with ProcessPoolExecutor(config.num_proc, mp_context=context, initializer=_start_worker) as pool:
         waiting: deque[tuple[list[Document | DataError], Any]] = deque()
         try:
             for batch in _batches(source):
@@ -230,15 +232,23 @@ def _chunked(config: PrepareConfig, source: Source) -> Iterator[Chunked | DataEr
 _PLACE = Document("", "", "")
 
 
-def _one_thread() -> None:
+def _start_worker() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process a core already
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent's word is enough
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A worker waits for work in vain once its parent was killed, since all workers hold the queue's other end."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def prepare(config: PrepareConfig) -> dict[str, Any]:
     """Read a source, cut its documents into groups of chunks or into sequences, and write a prepared set.
 
     Memory is bounded by the largest document (one file, for pages and source files), whatever the corpus.
-    The set is written to a hidden folder beside `out` and renamed when it is whole.
+    The set is written to a hidden folder beside `out` and renamed when it is whole; see `replaced_folder`.
 
     Returns:
         The summary, as saved in `prepare.json`: `settings`, `documents` (read = kept + empty + too_short +
@@ -248,59 +258,31 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
     Raises:
         DataError: data that cannot be read (with `on_error="stop"`), or not enough of it for one row.
         ValueError: a tokenizer that cannot be used.
-        FileExistsError: `out` exists, and `overwrite` is off or it holds something else than a prepared set.
+        FileExistsError: `out` exists, and `overwrite` is off or it holds anything else than a prepared set.
+        OSError: `out` cannot be written.
     """
     out = Path(config.out).resolve()
-    _check_out(out, config.overwrite)
     started = time.perf_counter()
-    partial = out.parent / f".{out.name}.partial-{os.getpid()}"
-    source = Source(
-        source=config.source,
-        text_column=config.text_column,
-        title_column=config.title_column,
-        rows_per_document=config.rows_per_document,
-        kind=config.kind,
-        include=config.include,
-        text_documents=config.text_documents,
-        dataset_config=config.dataset_config,
-        dataset_split=config.dataset_split,
-        exclude=(out, partial),
-    )
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with replaced_folder(out, config.source, config.overwrite) as partial:
+        source = Source(
+            source=config.source,
+            text_column=config.text_column,
+            title_column=config.title_column,
+            rows_per_document=config.rows_per_document,
+            kind=config.kind,
+            include=config.include,
+            text_documents=config.text_documents,
+            dataset_config=config.dataset_config,
+            dataset_split=config.dataset_split,
+            exclude=(out, partial),
+        )
         summary = _write(config, source, partial)
         with open(partial / "prepare.json", "w", encoding="utf-8") as file:
             json.dump(summary, file, indent=2, ensure_ascii=False)
             file.write("\n")
-        _replace(partial, out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     seconds = time.perf_counter() - started
     print(f"{format_summary(summary)}\nPrepared {out} in {seconds:.1f} s.")
     return summary
-
-
-def _check_out(out: Path, overwrite: bool) -> None:
-    if not out.exists() or out.is_dir() and not any(out.iterdir()):
-        return
-    if not overwrite:
-        raise FileExistsError(f"{out} exists and is not empty; choose another --out, or pass --overwrite.")
-    if not (out / "prepare.json").is_file():
-        raise FileExistsError(
-            f"{out} holds no prepare.json, so it is no prepared set and --overwrite does not delete it; remove it "
-            "yourself, or choose another --out."
-        )
-
-
-def _replace(partial: Path, out: Path) -> None:
-    if not out.exists():
-        partial.rename(out)
-        return
-    old = out.parent / f".{out.name}.old-{os.getpid()}"
-    out.rename(old)
-    partial.rename(out)
-    shutil.rmtree(old)
 
 
 class _GroupRows:
@@ -490,7 +472,9 @@ def format_summary(summary: dict[str, Any]) -> str:
         ]
     if ignored := summary["ignored_files"]:
         most = ", ".join(f"{count} {name}" for name, count in sorted(ignored.items(), key=lambda x: -x[1])[:5])
-        lines.append(line("Files", sum(ignored.values()), f"ignored, for their suffix or --include: {most}"))
+        lines.append(
+            line("Files", sum(ignored.values()), f"ignored, for their suffix or --include, or read before: {most}")
+        )
     if summary["settings"]["validation_share"] and not held_out:
         notes += [f"Note: no validation {unit}; raise --validation-share to measure learning without labels"]
     return "\n".join([*lines, *notes, *(f"Skipped: {error}" for error in summary["first_errors"][:3])])

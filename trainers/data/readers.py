@@ -8,7 +8,8 @@ What counts as one document:
 - a text file in a folder: the whole file, as with pages. A text file given alone is a corpus: its documents are
   separated by blank lines if its first MiB has any, else each line is one. `text_documents` overrules both.
 
-Files of MS MARCO and of DPR's Natural Questions are read as they are distributed: `table_layout` says which.
+Files of MS MARCO and of DPR's Natural Questions are read as they are distributed: `separated_values.table_layout` says
+which.
 
 HTML goes through selectolax (the Lexbor engine, well kept, wheels for all platforms): it repairs what browsers
 repair, has CSS selectors, and takes pages to text at about 16 MB a second; the standard library's parser is event
@@ -23,6 +24,7 @@ import gzip
 import json
 import os
 import re
+import stat
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -30,6 +32,9 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from trainers.data.output_folder import readable
+from trainers.data.separated_values import MAX_FIELD, Row, rows_of, table_layout
 
 TABLES = {".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv"}
 TEXTS = {".txt", ".text"}
@@ -76,16 +81,21 @@ class Source:
     exclude: tuple[Path, ...] = ()
     """Folders that are not part of the source, such as the output when it lies inside it."""
     ignored_files: Counter[str] = field(default_factory=Counter)
-    """Files of a folder that were not read, by suffix."""
+    """Files of a folder that were not read, by suffix, and folders that a link leads to a second time."""
 
     def __iter__(self) -> Iterator[Document | DataError]:
         return self._items() if self.rows_per_document == 1 else self._joined(self._items())
 
     def _items(self) -> Iterator[Document | DataError]:
         path = Path(self.source)
+        if readable(path) != str(path):
+            raise DataError(f"{readable(path)}: this name is not UTF-8; rename it.")
         if path.is_dir():
             for file in self._files(path):
-                yield from self._read(file, file.relative_to(path).as_posix(), alone=False)
+                if isinstance(file, DataError):
+                    yield file
+                else:
+                    yield from self._read(file, file.relative_to(path).as_posix(), alone=False)
         elif path.exists():
             yield from self._read(path, path.name, alone=True)
         elif _HUB_ID.fullmatch(self.source):
@@ -107,24 +117,53 @@ class Source:
         if rows:
             yield _join(rows)
 
-    def _files(self, folder: Path) -> Iterator[Path]:
+    def _files(self, root: Path) -> Iterator[Path | DataError]:
+        """Files below `root`, those of a folder before those of its own folders. Links are followed, but not twice."""
         excluded = {path.resolve() for path in self.exclude}
-        for parent, folders, files in os.walk(folder):
-            folders[:] = sorted(
-                name for name in folders if name[0] != "." and (Path(parent) / name).resolve() not in excluded
-            )
-            for file in (Path(parent) / name for name in sorted(files)):
-                suffix = _suffix(file)
+        seen = set()
+        folders = [root]
+        while folders:
+            folder = folders.pop()
+            place = Path(os.path.realpath(folder))
+            if place in excluded:
+                continue
+            if place in seen:
+                self.ignored_files["(folder linked twice)"] += 1
+                continue
+            seen.add(place)
+            try:
+                paths = [folder / name for name in sorted(os.listdir(folder))]
+            except OSError as error:
+                yield _closed(folder, error)
+                continue
+            inner = []
+            for path in paths:
+                try:
+                    mode = path.stat().st_mode
+                except FileNotFoundError:  # a link to nothing
+                    mode = 0
+                except OSError as error:
+                    yield _closed(path, error)
+                    continue
+                if stat.S_ISDIR(mode):
+                    if path.name[0] != ".":
+                        inner.append(path)
+                    continue
+                suffix = _suffix(path)
                 # .json inside a folder is a configuration file far more often than a corpus.
                 known = suffix in (TABLES - {".json"}) | TEXTS | PAGES | CODE
-                wanted = self.include is None or fnmatch.fnmatch(file.relative_to(folder).as_posix(), self.include)
-                if known and wanted and file.is_file():
-                    yield file
+                wanted = self.include is None or fnmatch.fnmatch(path.relative_to(root).as_posix(), self.include)
+                if known and wanted and stat.S_ISREG(mode):
+                    yield path
                 else:
-                    self.ignored_files[suffix or file.name] += 1
+                    self.ignored_files[readable(suffix or path.name)] += 1
+            folders += reversed(inner)
 
     def _read(self, file: Path, name: str, alone: bool) -> Iterator[Document | DataError]:
         suffix = _suffix(file)
+        if readable(name) != name:
+            yield DataError(f"{readable(file)}: the file's name is not UTF-8; rename it, or pass --on-error skip.")
+            return
         try:
             if suffix in {".jsonl", ".ndjson", ".json"}:
                 yield from self._read_jsonl(file, name)
@@ -195,7 +234,7 @@ class Source:
             yield DataError(f"{file}: not a Parquet file that can be read ({error}); write or copy it again.")
 
     def _read_csv(self, file: Path, name: str, tabs: bool) -> Iterator[Document | DataError]:
-        limit = csv.field_size_limit(2**31 - 1)  # the default, 128 KiB, is less than a long document
+        limit = csv.field_size_limit(MAX_FIELD)  # the default, 128 KiB, is less than a long document
         try:
             with _open(file) as stream:
                 # Bad bytes pass through the parser as surrogates: the row they are in is known only afterwards.
@@ -205,34 +244,41 @@ class Source:
                 )
                 first = next(lines, "")
                 header, dialect, has_header = table_layout(first) if tabs else (None, {"strict": True}, True)
-                rows = csv.reader(lines if header and has_header else chain([first], lines), **dialect)
-                skipped = bool(header and has_header)
-                header = header or next(rows, [])
+                rows = rows_of(chain([first], lines), several_lines=not tabs, **dialect)
+                if has_header:
+                    titles = next(rows, Row(1, 1, []))
+                    if isinstance(titles.values, csv.Error):
+                        yield DataError(
+                            f"{file}, line 1: no header of CSV ({titles.values}); mend its quotes, or its line "
+                            "ends where they are CR alone (tr '\\r' '\\n')."
+                        )
+                        return
+                    if bad := unfit("".join(titles.values)):
+                        yield DataError(f"{file}, line 1: {bad}")
+                        return
+                    header = header or titles.values
                 if missing := self._missing(header):
                     yield self._no_column(f"{file}, line 1", header, missing)
                     return
-                while True:
-                    try:
-                        values = next(rows)
-                    except StopIteration:
-                        return
-                    except csv.Error as error:
-                        line = rows.line_num + skipped
-                        yield DataError(f"{file}, line {line}: not a row of CSV ({error}); mend its quotes.")
-                        continue
-                    line = rows.line_num + skipped
-                    where = f"{file}, line {line}"
-                    if not values:
-                        continue
-                    if len(values) != len(header):
-                        yield DataError(
-                            f"{where}: {len(values)} fields where {'the header' if has_header else 'line 1'} has "
-                            f"{len(header)}; quote fields that hold the separator or a line break."
-                        )
-                        continue
-                    yield self._document(dict(zip(header, values, strict=True)), f"{name}:{line}", where)
+                for row in rows:
+                    yield self._csv_document(row, header, file, name, "the header" if has_header else "line 1")
         finally:
             csv.field_size_limit(limit)
+
+    def _csv_document(self, row: Row, header: list[str], file: Path, name: str, rule: str) -> Document | DataError:
+        lines = f"line {row.last}" if row.first == row.last else f"lines {row.first} to {row.last}"
+        if isinstance(row.values, csv.Error):
+            return DataError(
+                f"{file}, line {row.first}: not a row of CSV ({row.values}"
+                + (f" on line {row.last}" if row.last > row.first else "")
+                + "); mend its quotes."
+            )
+        if len(row.values) != len(header):
+            return DataError(
+                f"{file}, {lines}: {len(row.values)} fields where {rule} has {len(header)}; quote fields that hold "
+                "the separator or a line break."
+            )
+        return self._document(dict(zip(header, row.values, strict=True)), f"{name}:{row.last}", f"{file}, {lines}")
 
     def read_dataset(self, path: str) -> Iterator[Document | DataError]:
         """Stream a dataset that `datasets.load_dataset` loads: a Hub id, or a local folder."""
@@ -278,8 +324,8 @@ class Source:
                     f"{where}: column {column!r} holds {type(text).__name__}, not text; choose another with "
                     f"{self._option(column)}."
                 )
-            if not text.isascii() and _SURROGATE.search(text):
-                return DataError(f"{where}: {_NOT_UTF8}")
+            if bad := unfit(text):
+                return DataError(f"{where}: {bad}")
             parts.append(text)
         title, text = parts if len(parts) == 2 else ("", parts[0])
         if len(title) > 2:  # the rule of RetroMAE's authors: MS MARCO writes "-" for none
@@ -332,6 +378,8 @@ class Source:
             text = data.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             return DataError(f"{file}, line {data.count(10, 0, error.start) + 1}: {_NOT_UTF8}")
+        if "\0" in text:
+            return DataError(f"{file}, line {data.count(10, 0, data.index(0)) + 1}: {_NUL}")
         suffix = _suffix(file)
         if suffix in {".html", ".htm", ".xhtml"} and self.kind != "code":
             return Document(name, text, "html")
@@ -340,31 +388,20 @@ class Source:
 
 
 _NOT_UTF8 = "bytes that are not UTF-8; convert the file (iconv -f ENCODING -t utf-8), or pass --on-error skip."
+_NUL = "NUL characters, so this is no UTF-8 text; convert it (iconv -f utf-16 -t utf-8?), or pass --on-error skip."
 
 
-def table_layout(first: str) -> tuple[list[str] | None, dict[str, Any], bool]:
-    """What the first line of a file of tab-separated values says about it.
+def unfit(text: str) -> str | None:
+    """Why a text is none to learn from: halves of surrogate pairs, as bad bytes leave them, or NUL; else `None`."""
+    if not text.isascii() and _SURROGATE.search(text):
+        return _NOT_UTF8
+    return _NUL if "\0" in text else None
 
-    Tab-separated values have a header and no quoting (IANA text/tab-separated-values), but for:
 
-    - MS MARCO, without a header: `collection.tsv` and `queries.*.tsv` (id, text), `msmarco-docs.tsv` (id, url, title,
-      text), and the passages with titles that RocketQA's authors made of it, `corpus.tsv` (id, title, text);
-    - DPR's `psgs_w100.tsv` (id, text, title), the passages of Natural Questions, which has CSV's quoting.
-
-    Returns:
-        The columns, `None` where the header says them; the arguments of `csv.reader`; whether there is a header.
-    """
-    plain = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
-    fields = first.rstrip("\r\n").split("\t")
-    if fields == ["id", "text", "title"]:
-        return fields, {"delimiter": "\t"}, True
-    if not re.fullmatch(r"\ufeff?D?\d+", fields[0]) or fields[-1].isdigit():  # a header, or numbers as in qrels
-        return None, plain, True
-    if len(fields) in (2, 3):
-        return ["id", "title", "text"] if len(fields) == 3 else ["id", "text"], plain, False
-    if len(fields) == 4 and "://" in fields[1]:
-        return ["id", "url", "title", "text"], plain, False
-    return None, plain, True
+def _closed(path: Path, error: OSError) -> DataError:
+    return DataError(
+        f"{readable(path)} cannot be looked into ({error.strerror}); make it readable, or pass --on-error skip."
+    )
 
 
 def _file_of(row: Document) -> str:
@@ -389,13 +426,15 @@ def _open(file: Path) -> Any:
 
 
 def numbered_lines(file: Path) -> Iterator[tuple[int, str | DataError]]:
-    """Numbered lines; a line that is not UTF-8 comes as the error it is."""
+    """Numbered lines; one that is not UTF-8, or holds NUL, comes as the error it is."""
     with _open(file) as stream:
         for number, line in enumerate(stream, start=1):
             try:
-                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError:
                 yield number, DataError(f"{file}, line {number}: {_NOT_UTF8}")
+                continue
+            yield number, DataError(f"{file}, line {number}: {_NUL}") if "\0" in text else text
 
 
 _DROPPED = (

@@ -165,31 +165,6 @@ def test_shards_are_cut_by_size(tmp_path, corpus, monkeypatch):
     assert groups_of(tmp_path / "many") == groups_of(tmp_path / "one")
 
 
-def test_an_existing_folder_is_kept_unless_told(tmp_path, corpus):
-    out = tmp_path / "out"
-    out.mkdir()
-    config = PrepareConfig(str(corpus), str(out))
-    prepare(config)  # an empty folder is as good as none
-    before = (out / "prepare.json").read_bytes()
-    with pytest.raises(FileExistsError, match="--overwrite"):
-        prepare(config)
-    assert (out / "prepare.json").read_bytes() == before
-    prepare(dataclasses.replace(config, overwrite=True, group_size=8))
-    assert json.loads((out / "prepare.json").read_bytes())["settings"]["group_size"] == 8
-    with pytest.raises(DataError):
-        prepare(dataclasses.replace(config, overwrite=True, group_size=10_000))
-    assert json.loads((out / "prepare.json").read_bytes())["settings"]["group_size"] == 8
-
-
-def test_overwrite_deletes_prepared_sets_only(tmp_path, corpus):
-    out = tmp_path / "precious"
-    out.mkdir()
-    (out / "thesis.tex").write_text("x")
-    with pytest.raises(FileExistsError, match="no prepare.json"):
-        prepare(PrepareConfig(str(corpus), str(out), overwrite=True))
-    assert (out / "thesis.tex").exists()
-
-
 def test_too_little_text_is_an_error_with_the_account(tmp_path, write_jsonl, article):
     path = write_jsonl(tmp_path / "corpus.jsonl", ["", article(0, 20)])
     with pytest.raises(DataError, match="2 documents .*1 empty.* and 2 chunks make no group of 16") as caught:

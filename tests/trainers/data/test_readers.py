@@ -1,6 +1,9 @@
 import csv
 import gzip
 import json
+import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pyarrow as pa
@@ -360,3 +363,116 @@ def test_the_second_version_of_ms_marco(tmp_path):
 def test_a_table_of_numbers_holds_no_text(tmp_path, name, content):
     (tmp_path / name).write_text(content)
     assert "no column 'text'" in error(tmp_path / name)
+
+
+# What hides or destroys text
+
+
+def test_a_quote_that_nothing_closes_costs_its_own_line_only(tmp_path):
+    path = tmp_path / "t.csv"
+    rows = [f"text {index},{index}\n" for index in range(60)]
+    rows[5] = '"text 5,5\n'
+    path.write_text("text,n\n" + "".join(rows))
+    items = list(Source(str(path)))
+    (bad,) = (item for item in items if isinstance(item, DataError))
+    assert str(bad).startswith(f"{path}, line 7: not a row of CSV") and "on line 61" in str(bad)
+    assert [item.id for item in items if isinstance(item, Document)] == [
+        f"t.csv:{line}" for line in range(2, 62) if line != 7
+    ]
+
+
+def test_a_wrong_number_of_fields_names_all_lines_of_the_row(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text('text,n\n"one\ntwo\nthree"\nfour,4\n')
+    bad, good = Source(str(path))
+    assert str(bad).startswith(f"{path}, lines 2 to 4: 1 fields") and good.text == "four"
+
+
+def test_stray_quotes_merge_no_rows_of_dprs_files(tmp_path):
+    path = tmp_path / "t.tsv"
+    path.write_text('id\ttext\ttitle\n1\t"one\tA\n2\ttwo"\tB\n3\t"three" 3\tC\n4\tfour "4"\tD\n')
+    items = list(Source(str(path)))
+    assert [str(item).split(":")[0] for item in items[::2]] == [f"{path}, line 2", f"{path}, line 4"]
+    assert [item.text for item in items[1::2]] == ['two"', 'four "4"']
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.tsv", "t.jsonl", "t.txt", "t.md", "t.parquet"])
+def test_nul_characters_are_an_error_with_file_and_line(tmp_path, name):
+    path = tmp_path / name
+    if name == "t.parquet":
+        write_table(path, [{"text": "good"}, {"text": "b\0d"}])
+    else:
+        path.write_bytes({"t.csv": b"text\n", "t.tsv": b"id\ttext\n1\t"}.get(name, b'{"text": "good"}\n') + b"b\0d\n")
+    bad = [item for item in Source(str(path)) if isinstance(item, DataError)]
+    assert len(bad) == 1 and ", row 2: " if name == "t.parquet" else ", line 2: " in str(bad[0])
+    assert str(bad[0]).startswith(str(path)) and "NUL" in str(bad[0])
+
+
+def test_an_escaped_nul_is_an_error_too(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"text": "a\\u0000b"}\n')
+    assert error(path).startswith(f"{path}, line 1: NUL characters")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("name", ["t.csv", "t.tsv", "t.jsonl", "t.txt", "t.md"])
+def test_utf_16_is_an_error(tmp_path, name, encoding):
+    path = tmp_path / name
+    content = {"t.csv": "text,n\none,1\n", "t.tsv": "text\tn\none\t1\n", "t.jsonl": '{"text": "one"}\n'}
+    path.write_bytes(content.get(name, "one\ntwo\n").encode(encoding))
+    message = error(path)
+    assert message.startswith(f"{path}, line 1") and "UTF-8" in message and message.isprintable()
+
+
+def test_line_ends_of_cr_alone_in_csv_are_an_error(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_bytes(b"text,n\rone,1\rtwo,2\r")
+    assert error(path).startswith(f"{path}, line 1: no header of CSV") and "tr '\\r' '\\n'" in error(path)
+
+
+def test_linked_folders_are_read_once(folder, tmp_path):
+    (tmp_path / "elsewhere" / "deep").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "deep" / "z.md").write_text("Z")
+    (tmp_path / "elsewhere" / "deep" / "up").symlink_to(tmp_path / "elsewhere")
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    (folder / "sub" / "loop").symlink_to(folder)
+    source = Source(str(folder), include="*.md", exclude=(folder / "out",))
+    assert [item.id for item in source] == ["b.md", "linked/deep/z.md"]
+    assert source.ignored_files["(folder linked twice)"] == 2
+
+
+@pytest.fixture
+def as_nobody():
+    """Root may read all; the tests of what cannot be read are another user's, in a folder open to all."""
+    root = Path(tempfile.mkdtemp())
+    root.chmod(0o777)
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+    yield root
+    if os.getuid() == 0:
+        os.seteuid(0)
+    for path in root.rglob("*"):
+        path.chmod(0o700)
+    shutil.rmtree(root)
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(as_nobody):
+    for name in ("a", "b", "c"):
+        (as_nobody / name).mkdir()
+        (as_nobody / name / "t.md").write_text(name)
+    (as_nobody / "b").chmod(0o000)
+    first, bad, last = Source(str(as_nobody))
+    assert (first.id, last.id) == ("a/t.md", "c/t.md")
+    assert str(bad).startswith(f"{as_nobody / 'b'} cannot be looked into (Permission denied)")
+    (as_nobody / "b").chmod(0o400)  # its names, and nothing more
+    assert str(list(Source(str(as_nobody)))[1]).startswith(f"{as_nobody / 'b' / 't.md'} cannot be looked into")
+
+
+def test_a_name_that_is_not_utf8_is_an_error(tmp_path):
+    (tmp_path / "a.md").write_text("a")
+    (tmp_path / os.fsdecode(b"caf\xe9.md")).write_text("b")
+    (tmp_path / os.fsdecode(b"caf\xe9.xyz")).write_text("c")
+    source = Source(str(tmp_path))
+    good, bad = source
+    assert good.id == "a.md" and str(bad).startswith(f"{tmp_path}/caf\\udce9.md: the file's name is not UTF-8")
+    assert "caf\\udce9.md: this name is not UTF-8" in error(tmp_path / os.fsdecode(b"caf\xe9.md"))
