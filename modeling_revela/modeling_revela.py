@@ -75,7 +75,9 @@ class RevelaForPreTraining(RevelaPreTrainedModel):
     ):
         super().__init__(config)
         if retriever is None:
-            retriever = AutoModel.from_config(config.retriever_config, dtype=torch.get_default_dtype())
+            retriever = AutoModel.from_config(
+                config.retriever_config, dtype=torch.get_default_dtype(), trust_remote_code=False
+            )
         self.retriever = add_lora(retriever, config.retriever_lora)
         for name, parameter in self.retriever.named_parameters():
             # BERT's own pooler is carried along for the export but takes no part in the embedding.
@@ -102,9 +104,9 @@ class RevelaForPreTraining(RevelaPreTrainedModel):
             retriever: any `AutoModel` backbone, loaded (used as it is) or a path or Hub id. A causal LM gives its
                 decoder.
             lm: any causal LM that uses transformers' attention interface, likewise.
-            options: fields of [`RevelaConfig`]; `dtype`, `token` and `trust_remote_code` go to `from_pretrained`.
+            options: fields of [`RevelaConfig`]; `dtype` and `token` go to `from_pretrained`.
         """
-        loading = {key: options[key] for key in ("dtype", "token", "trust_remote_code") if key in options}
+        loading = {key: options[key] for key in ("dtype", "token") if key in options}
         retriever, retriever_name = load_backbone(AutoModel, retriever, options)
         if retriever.get_output_embeddings() is not None and hasattr(retriever, "get_decoder"):
             retriever = retriever.get_decoder()
@@ -180,7 +182,8 @@ class RevelaForPreTraining(RevelaPreTrainedModel):
         if not left_out:
             return
         for prefix, module, auto_class, source in self._frozen_halves():
-            base = auto_class.from_pretrained(source, dtype=module.dtype).state_dict()
+            options = {"dtype": module.dtype, "trust_remote_code": False, "use_safetensors": True}
+            base = auto_class.from_pretrained(source, **options).state_dict()
             for name in (name for name in left_out if name.startswith(prefix)):
                 plain = name.removeprefix(prefix).replace(".base_layer.", ".")
                 if plain not in base or base[plain].shape != own[name].shape:
@@ -360,6 +363,7 @@ class RevelaModel(PreTrainedModel):
             config = AutoConfig.from_pretrained(pretrained_model_name_or_path, **options)
         # The stock class reads its own weights, whether they were saved with a head (RetroMAE's masked LM) or not.
         kwargs["trust_remote_code"] = False
+        kwargs.setdefault("use_safetensors", True)
         found = AutoModel.from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
         backbone, *info = found if isinstance(found, tuple) else (found,)
         model = cls(config, backbone=backbone).eval()

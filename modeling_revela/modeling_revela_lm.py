@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import ModelOutput
 
-from .configuration_revela import RevelaConfig
+from .configuration_revela import RevelaConfig, require_stock
 from .in_batch_attention import IN_BATCH_ATTENTION, InBatchContext
 from .linear_cross_entropy import linear_cross_entropy
 
@@ -57,6 +57,7 @@ class RevelaPreTrainedModel(PreTrainedModel):
         Raises:
             ValueError: naming the first weight that is missing.
         """
+        kwargs.setdefault("use_safetensors", True)
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         missing = sorted(set(info["missing_keys"]) - model._left_out())
         if missing:
@@ -106,7 +107,9 @@ class RevelaForCausalLM(RevelaPreTrainedModel):
     def __init__(self, config: RevelaConfig, backbone: PreTrainedModel | None = None):
         super().__init__(config)
         if backbone is None:
-            backbone = AutoModelForCausalLM.from_config(config.lm_config, dtype=torch.get_default_dtype())
+            backbone = AutoModelForCausalLM.from_config(
+                config.lm_config, dtype=torch.get_default_dtype(), trust_remote_code=False
+            )
         _require_attention_interface(backbone)
         backbone.set_attn_implementation(IN_BATCH_ATTENTION)
         self.backbone = add_lora(backbone, config.lm_lora)
@@ -126,12 +129,12 @@ class RevelaForCausalLM(RevelaPreTrainedModel):
 
         Args:
             model: a loaded model, which is used as it is and not copied, or a path or Hub id.
-            options: fields of [`RevelaConfig`]; with a path or id, `dtype`, `revision`, `token` and
-                `trust_remote_code` go to `from_pretrained`.
+            options: fields of [`RevelaConfig`]; with a path or id, `dtype`, `revision` and `token` go to
+                `from_pretrained`.
 
         Raises:
-            ValueError: if the model by-passes transformers' attention interface, or makes its logits in a way that is
-                not known here.
+            ValueError: if the model is not transformers' own, by-passes its attention interface, or makes its logits
+                in a way that is not known here.
         """
         backbone, name = load_backbone(AutoModelForCausalLM, model, options)
         refuse_unknown_options(options)
@@ -314,12 +317,15 @@ class RevelaForCausalLM(RevelaPreTrainedModel):
 
 def load_backbone(auto_class, model, options: dict) -> tuple[PreTrainedModel, str | None]:
     """A loaded model as it is, or one read from a path or Hub id; takes the loading arguments out of `options`."""
-    loading = {key: options.pop(key) for key in ("dtype", "revision", "token", "trust_remote_code") if key in options}
+    loading = {key: options.pop(key) for key in ("dtype", "revision", "token") if key in options}
     if isinstance(model, PreTrainedModel):
         return model, getattr(model, "name_or_path", None) or None
     # Trained weights are float32 unless asked: a checkpoint's own dtype would make it pure bf16 in silence.
     loading.setdefault("dtype", torch.float32)
-    return auto_class.from_pretrained(model, **loading), os.fspath(model)
+    hub = {key: value for key, value in loading.items() if key != "dtype"}
+    require_stock(PreTrainedConfig.get_config_dict(model, **hub)[0])
+    loaded = auto_class.from_pretrained(model, trust_remote_code=False, use_safetensors=True, **loading)
+    return loaded, os.fspath(model)
 
 
 def refuse_unknown_options(options: dict) -> None:

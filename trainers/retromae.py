@@ -51,9 +51,6 @@ class ModelArguments:
         default="float32",
         metadata={"help": "Precision of the weights in memory; keep float32 and use --bf16 for fast products."},
     )
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Run code that the encoder's repository carries."}
-    )
 
 
 @dataclass
@@ -80,7 +77,7 @@ class DataArguments:
 
 def load_tokenizer(arguments: ModelArguments) -> PreTrainedTokenizerBase:
     """The encoder's tokenizer."""
-    return AutoTokenizer.from_pretrained(arguments.encoder_name_or_path, trust_remote_code=arguments.trust_remote_code)
+    return AutoTokenizer.from_pretrained(arguments.encoder_name_or_path, trust_remote_code=False)
 
 
 def load_model(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> RetroMAEForPreTraining:
@@ -96,7 +93,6 @@ def load_model(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase) ->
         pooling=arguments.pooling,
         mask_token_id=tokenizer.mask_token_id,
         dtype=getattr(torch, arguments.dtype),
-        trust_remote_code=arguments.trust_remote_code,
     )
 
 
