@@ -7,15 +7,22 @@ from pathlib import Path
 import torch
 from sentence_transformers import SentenceTransformer
 
+from hub_cards.checkpoints import check_folder
 from hub_cards.ranking import as_tensor
 
 
 def load_model(model: str | Path | SentenceTransformer) -> SentenceTransformer:
-    """The model itself, or the one loaded from a folder or Hub id; raises ValueError naming what did not load."""
+    """
+    The model itself, or the one loaded from a folder or Hub id. No code that comes with it is run, no pickle is read.
+
+    Raises:
+        ValueError: naming what did not load, or what a folder holds that must not be loaded.
+    """
     if isinstance(model, SentenceTransformer):
         return model
+    check_folder(model)
     try:
-        loaded = SentenceTransformer(str(model))
+        loaded = SentenceTransformer(str(model), trust_remote_code=False, model_kwargs={"use_safetensors": True})
     except Exception as error:
         # What the loaders raise is about whichever file they tried last; the user needs the model's name first.
         hint = "" if Path(model).exists() else " There is no such folder, so it was taken for a Hub id."
