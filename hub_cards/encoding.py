@@ -13,7 +13,9 @@ from hub_cards.ranking import as_tensor
 
 def load_model(model: str | Path | SentenceTransformer) -> SentenceTransformer:
     """
-    The model itself, or the one loaded from a folder or Hub id. No code that comes with it is run, no pickle is read.
+    The model itself, or the one loaded from a folder or Hub id.
+
+    No code that comes with it is run, and no pickle in a folder is read.
 
     Raises:
         ValueError: naming what did not load, or what a folder holds that must not be loaded.
