@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file
@@ -152,35 +153,31 @@ def _recorded(record: Path) -> set[str]:
 # One half of a checkpoint, read without the other
 
 
-class _RetrieverAlone(RevelaForPreTraining):
+class _Half(RevelaForPreTraining):
+    def _frozen_halves(self) -> list:
+        return [half for half in super()._frozen_halves() if half[1] is not None]
+
+
+class _RetrieverAlone(_Half):
     _keys_to_ignore_on_load_unexpected = (r"^(?!retriever\.)",)
 
     def __init__(self, config: RevelaConfig):
         RevelaPreTrainedModel.__init__(self, config)
         options = {"dtype": torch.get_default_dtype(), "trust_remote_code": False}
         self.retriever = add_lora(AutoModel.from_config(config.retriever_config, **options), config.retriever_lora)
+        self.lm = SimpleNamespace(backbone=None)
         self.log_temperature = None
         self.post_init()
 
-    def _frozen_halves(self) -> list:
-        config = self.config
-        frozen = config.retriever_lora is not None
-        return [("retriever.", self.retriever, AutoModel, config.retriever_name_or_path)] if frozen else []
 
-
-class _LMAlone(RevelaForPreTraining):
+class _LMAlone(_Half):
     _keys_to_ignore_on_load_unexpected = (r"^(?!lm\.)",)
 
     def __init__(self, config: RevelaConfig):
         RevelaPreTrainedModel.__init__(self, config)
+        self.retriever = self.log_temperature = None
         self.lm = RevelaForCausalLM(config)
-        self.log_temperature = None
         self.post_init()
-
-    def _frozen_halves(self) -> list:
-        config = self.config
-        frozen = config.lm_lora is not None or config.freeze_lm
-        return [("lm.backbone.", self.lm.backbone, AutoModelForCausalLM, config.lm_name_or_path)] if frozen else []
 
 
 def lm_tokenizer(checkpoint: str | Path) -> PreTrainedTokenizerBase:
