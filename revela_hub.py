@@ -346,6 +346,10 @@ def export_checkpoint(
     adapter_only: Annotated[
         bool, typer.Option("--adapter-only", help="Write the LoRA adapter alone, for peft, as the authors release it.")
     ] = False,
+    lm: Annotated[
+        bool,
+        typer.Option("--lm", help="Write the LM that was trained along, a causal LM with its adapters merged."),
+    ] = False,
     pooling: Annotated[
         str | None, typer.Option(help="RetroMAE: cls or mean, instead of what it was trained with.")
     ] = None,
@@ -355,7 +359,9 @@ def export_checkpoint(
     max_length: Annotated[
         int, typer.Option(min=1, help="Tokens that a text may have; less where the backbone has fewer positions.")
     ] = 2048,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT where it is there.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUT where it is an earlier export and nothing else.")
+    ] = False,
 ) -> None:
     """Turn a checkpoint into a retriever that anyone loads.
 
@@ -366,11 +372,12 @@ def export_checkpoint(
     \b
     revela-hub export run/ retriever/
     revela-hub export run/checkpoint-500/ adapter/ --adapter-only
+    revela-hub export run/ lm/ --lm
     """
     from hub_cards.export import export
 
     options = {"dtype": dtype, "max_length": max_length, "overwrite": overwrite}
-    export(checkpoint, out, adapter_only=adapter_only, pooling=pooling, **options)
+    export(checkpoint, out, adapter_only=adapter_only, lm=lm, pooling=pooling, **options)
     typer.echo(f"Wrote {out}")
 
 
@@ -464,6 +471,7 @@ def _retrieval_gain(checkpoint: str, groups: Path, split: str, num_groups: int, 
     import torch
     from transformers import AutoTokenizer
 
+    from hub_cards.export import lm_tokenizer
     from hub_cards.validation import retrieval_gain
     from modeling_revela import RevelaForPreTraining
     from trainers.data.collator import GroupCollator
@@ -472,8 +480,8 @@ def _retrieval_gain(checkpoint: str, groups: Path, split: str, num_groups: int, 
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     model = RevelaForPreTraining.from_pretrained(checkpoint).to(device)
     collator = GroupCollator(
-        AutoTokenizer.from_pretrained(checkpoint),
-        AutoTokenizer.from_pretrained(Path(checkpoint) / "lm_tokenizer"),
+        AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False),
+        lm_tokenizer(checkpoint),
         max_length=max_length,
         retriever_max_length=max_length,
         query_prompt=model.config.query_prompt,

@@ -1,13 +1,100 @@
-"""What a folder of weights says it is, read without loading any."""
+"""What a folder of weights says it is, and whether it may be loaded; found out without loading any."""
 
 import json
 from pathlib import Path
 
+# Pickled weights -> what is read in their place where it is there as well.
+_PICKLES = {"pytorch_model": "model", "adapter_model": "adapter_model"}
+
 
 def model_type(folder: str | Path) -> str | None:
-    """The `model_type` that a folder's config.json names, `"revela"` or `"bert"` say; `None` without that file."""
+    """
+    The `model_type` that a folder's config.json names, `"revela"` or `"bert"` say; `None` without that file.
+
+    Raises:
+        ValueError: for a config.json that is no JSON object, naming it.
+    """
     config = Path(folder) / "config.json"
-    return json.loads(config.read_text(encoding="utf-8")).get("model_type") if config.is_file() else None
+    return _read_json(config, dict).get("model_type") if config.is_file() else None
 
 
-__all__ = ["model_type"]
+def check_folder(folder: str | Path) -> None:
+    """
+    Refuse a folder of weights that is broken, or that would have its loader read a pickle, code or foreign files.
+
+    Looks at the folder itself and at the modules that a sentence-transformers folder names. Links may lead anywhere
+    inside the folder, and from a snapshot in the Hub's cache to the files of the same repository. Pickled weights that
+    lie beside safetensors are left alone, as nothing reads them. What is no folder (a Hub id) passes.
+
+    Raises:
+        ValueError: naming the file, for pickled weights without safetensors, a module whose code is not
+            sentence-transformers', weights that lie or link outside, and a file that is no whole safetensors file.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        return
+    root = folder.resolve()
+    if root.parent.name == "snapshots" and (root.parents[1] / "blobs").is_dir():
+        root = root.parents[1]
+    modules = folder / "modules.json"
+    parts = {folder: None}
+    for module in _read_json(modules, list) if modules.is_file() else []:
+        code, path = (str(module.get(name)) if isinstance(module, dict) else "" for name in ("type", "path"))
+        if not code.startswith("sentence_transformers."):
+            raise ValueError(
+                f"{modules} names the module {code!r}, which is not sentence-transformers' own, and code that comes "
+                "with a model is not run: choose another model."
+            )
+        _require_inside(folder / path, root, modules)
+        parts[folder / path] = None
+    for part in parts:
+        _check_weights(part, root, may_be_sharded=part == folder)
+
+
+def _check_weights(part: Path, root: Path, may_be_sharded: bool) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    for pickled, safe in _PICKLES.items():
+        read = [f"{safe}.safetensors"] + [f"{safe}.safetensors.index.json"] * may_be_sharded
+        found = sorted(part.glob(f"{pickled}*.bin"))
+        if found and not any((part / name).exists() for name in read):
+            raise ValueError(
+                f"{found[0]} is a pickle, which may run code when it is read: save the model again as safetensors."
+            )
+    for index in part.glob("*.safetensors.index.json"):
+        shards = _read_json(index, dict).get("weight_map")
+        if not isinstance(shards, dict):
+            raise ValueError(f"{index} has no `weight_map`: copy it or write it again.")
+        for name in map(str, shards.values()):
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                raise ValueError(f"{index} names {name!r}, which is no safetensors file beside it: leave it unread.")
+            if not (part / name).exists():
+                raise ValueError(f"{index} names {name}, which is missing: copy it or write it again.")
+    for file in sorted(part.glob("*.safetensors")):
+        _require_inside(file, root, file)
+        try:
+            with safe_open(file, "np"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} is no whole safetensors file ({error}): copy it or write it again.") from error
+
+
+def _require_inside(path: Path, root: Path, named_by: Path) -> None:
+    if not path.resolve().is_relative_to(root):
+        raise ValueError(
+            f"{named_by} leads to {path.resolve()}, outside of its own folder: put the file itself into the folder."
+        )
+
+
+def _read_json(path: Path, kind: type) -> dict | list:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON ({error}): copy it or write it again.") from error
+    if not isinstance(value, kind):
+        what = "object" if kind is dict else "list"
+        raise ValueError(f"{path} holds no JSON {what}, which it must: copy it or write it again.")
+    return value
+
+
+__all__ = ["check_folder", "model_type"]

@@ -37,8 +37,12 @@ def write_doors(
         query_prompt, document_prompt: put before a text of either side.
         dtype: of the written weights.
         max_length: tokens a text may have; less where the model or its tokenizer takes fewer.
+
+    Raises:
+        ValueError: for a weight that is not finite, naming it.
     """
     model = model.to(dtype)
+    refuse_non_finite(model.state_dict())
     max_length = min(max_length, tokenizer.model_max_length, positions(model) or max_length)
     # One record of how the embedding is made; sentence-transformers' files below say the same in its own terms.
     model.config.revela = {
@@ -54,6 +58,30 @@ def write_doors(
     _write_sentence_transformers_files(model.config, folder)
     _write_for_older_releases(folder)
     copy_code(folder)
+
+
+def write_lm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype) -> None:
+    """
+    Write a stock causal LM for `AutoModelForCausalLM`, its generation settings and its tokenizer.
+
+    Raises:
+        ValueError: for a weight that is not finite, naming it.
+    """
+    model = model.to(dtype)
+    refuse_non_finite(model.state_dict())
+    model.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+    _write_for_older_releases(folder)
+
+
+def refuse_non_finite(weights: dict[str, torch.Tensor]) -> None:
+    """Raises ValueError naming the first weight with NaN or an infinity."""
+    for name, value in weights.items():
+        if not bool(torch.isfinite(value).all()):
+            raise ValueError(
+                f"The weight {name!r} has values that are not finite in {str(value.dtype).removeprefix('torch.')}: "
+                "training diverged, so export an earlier checkpoint, or float16 is too narrow, so take another dtype."
+            )
 
 
 def copy_code(folder: Path) -> None:
@@ -111,4 +139,4 @@ def _write_json(path: Path, value: dict | list) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-__all__ = ["copy_code", "write_doors"]
+__all__ = ["copy_code", "refuse_non_finite", "write_doors", "write_lm"]

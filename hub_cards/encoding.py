@@ -8,6 +8,7 @@ import torch
 from sentence_transformers import SentenceTransformer
 
 from hub_cards.backbones import set_pad_token
+from hub_cards.checkpoints import check_folder
 from hub_cards.ranking import as_tensor
 
 
@@ -15,13 +16,17 @@ def load_model(model: str | Path | SentenceTransformer, **options) -> SentenceTr
     """
     The model itself, or the one loaded from a folder or Hub id, with the options of `SentenceTransformer`.
 
+    No code that comes with it is run, and no pickle in a folder is read.
+
     Raises:
-        ValueError: naming what did not load.
+        ValueError: naming what did not load, or what a folder holds that must not be loaded.
     """
     if isinstance(model, SentenceTransformer):
         return model
+    check_folder(model)
     try:
-        loaded = SentenceTransformer(str(model), **options)
+        options["model_kwargs"] = {**(options.get("model_kwargs") or {}), "use_safetensors": True}
+        loaded = SentenceTransformer(str(model), trust_remote_code=False, **options)
     except Exception as error:
         # What the loaders raise is about whichever file they tried last; the user needs the model's name first.
         hint = "" if Path(model).exists() else " There is no such folder, so it was taken for a Hub id."

@@ -1,23 +1,35 @@
 """A pre-training checkpoint -> the published folder: stock weights that four doors open."""
 
+import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from hub_cards.checkpoints import model_type
-from hub_cards.doors import write_doors
+from hub_cards.checkpoints import check_folder, model_type
+from hub_cards.doors import refuse_non_finite, write_doors, write_lm
 from hub_cards.eos_tokenizer import ends_with_eos, save_tokenizer
 from modeling_retromae import RetroMAEForPreTraining
-from modeling_revela import RevelaForPreTraining
+from modeling_revela import RevelaConfig, RevelaForCausalLM, RevelaForPreTraining, RevelaPreTrainedModel
+from modeling_revela.modeling_revela_lm import add_lora
 
 MAX_LENGTH = 2048
 DTYPES = ("float32", "bfloat16", "float16")
 POOLINGS = ("cls", "mean")
-_ADAPTER_CONFIG = "adapter_config.json"
+RECORD = "revela_export.json"
+"""What an export names its own files in, by which a later one knows what it may replace."""
 
 
 def export(
@@ -25,13 +37,14 @@ def export(
     out: str | Path,
     *,
     adapter_only: bool = False,
+    lm: bool = False,
     pooling: str | None = None,
     dtype: str = "float32",
     max_length: int = MAX_LENGTH,
     overwrite: bool = False,
 ) -> Path:
     """
-    Publish the retriever of a checkpoint.
+    Publish the retriever of a checkpoint, or the LM that was trained along with it.
 
     The folder holds the stock model (Revela's retriever with adapters merged; RetroMAE's encoder with its masked-LM
     head), its tokenizer, sentence-transformers' files and the code of `RevelaModel`. It opens with
@@ -44,60 +57,53 @@ def export(
             folder itself.
         out: the folder to write; written beside and renamed, so that it is whole or not there.
         adapter_only: write the PEFT adapter as the authors release it, without base weights.
+        lm: Revela only: write the LM instead, a stock causal LM with its adapters merged and its own tokenizer. Its
+            generation settings are those of the LM that training began with, where that can still be read.
         pooling: RetroMAE only: `"cls"` or `"mean"` instead of what it was trained with.
         dtype: precision of the written weights.
         max_length: tokens a text may have; less where the backbone or its tokenizer takes fewer.
-        overwrite: replace `out` if it is there and an earlier export, or empty.
+        overwrite: replace `out` if it is empty, or an earlier export to which nothing was added.
 
     Returns:
         The path of `out`.
 
     Raises:
         FileNotFoundError: if `checkpoint` is no checkpoint; FileExistsError: if `out` is there, and is not to be or
-        cannot be overwritten; ValueError: for `adapter_only` on a checkpoint without adapters, `pooling` on one of
-        Revela, or a tokenizer that appends no EOS.
+        cannot be overwritten; ValueError: for files that are broken or must not be read (`check_folder`), weights that
+        are not finite, options that do not go together or with the checkpoint, or a tokenizer that appends no EOS.
     """
     checkpoint, out = Path(checkpoint), Path(out)
     kind = _method(checkpoint)
     if out.exists() and not overwrite:
         raise FileExistsError(f"{out} is there already: pass --overwrite, or another folder.")
-    if out.exists() and not _is_export(out):
-        raise FileExistsError(f"{out} is no earlier export, so it is not overwritten: choose another folder.")
+    if out.exists():
+        _require_replaceable(out)
     if dtype not in DTYPES:
         raise ValueError(f"No precision {dtype!r}: choose one of {', '.join(DTYPES)}.")
     if pooling is not None and kind == "revela":
         raise ValueError(f"{checkpoint} was trained with a pooling of its own: leave `pooling` out.")
     if pooling not in (None, *POOLINGS):
         raise ValueError(f"No pooling {pooling!r}: choose one of {', '.join(POOLINGS)}.")
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    if kind == "retromae":
-        if adapter_only:
-            raise ValueError(f"{checkpoint} is RetroMAE's, which trains all weights: there is no adapter to write.")
-        model = RetroMAEForPreTraining.from_pretrained(checkpoint, dtype=torch.float32)
+    if lm and kind == "retromae":
+        raise ValueError(f"{checkpoint} is RetroMAE's, which trains no LM: leave `lm` out.")
+    if lm and adapter_only:
+        raise ValueError("`lm` writes the LM whole, `adapter_only` the retriever's adapter alone: choose one.")
+    check_folder(checkpoint)
+    options = {"dtype": getattr(torch, dtype), "max_length": max_length}
+    if lm:
+        write = _lm_writer(checkpoint, options["dtype"])
+    elif kind == "retromae":
+        write = _retromae_writer(checkpoint, adapter_only, pooling, options)
     else:
-        model = RevelaForPreTraining.from_pretrained(checkpoint, dtype=torch.float32)
-        if model.config.pooling == "eos" and not ends_with_eos(tokenizer):
-            raise ValueError(
-                f"The tokenizer in {checkpoint} appends no EOS, which the retriever's embedding is read from."
-            )
+        write = _revela_writer(checkpoint, adapter_only, options)
 
     staging = out.with_name(f".{out.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
-        if adapter_only:
-            _write_adapter(model, tokenizer, staging)
-        elif kind == "retromae":
-            write_doors(
-                model.encoder,
-                tokenizer,
-                staging,
-                pooling=pooling or model.config.pooling,
-                dtype=getattr(torch, dtype),
-                max_length=max_length,
-            )
-        else:
-            publish(model, tokenizer, staging, getattr(torch, dtype), max_length)
+        write(staging)
+        files = sorted(path.relative_to(staging).as_posix() for path in staging.rglob("*"))
+        (staging / RECORD).write_text(json.dumps({"files": [*files, RECORD]}, indent=2) + "\n", encoding="utf-8")
         if out.exists():
             shutil.rmtree(out)
         os.replace(staging, out)
@@ -122,11 +128,106 @@ def _method(checkpoint: Path) -> str:
     return kind
 
 
-def _is_export(folder: Path) -> bool:
-    """Whether a folder is an earlier export, or empty: deleting it loses nothing that a checkpoint does not hold."""
+def _require_replaceable(out: Path) -> None:
+    """Refuse to delete what is not empty, nor an export and nothing else: a checkpoint holds all of that still."""
+    if out.is_dir():
+        there = {path.relative_to(out).as_posix() for path in out.rglob("*")}
+        foreign = sorted(there - _recorded(out / RECORD))
+        if not foreign:
+            return
+        if RECORD in there:
+            raise FileExistsError(
+                f"{out} holds {foreign[0]}, which no export wrote, so it is not overwritten: move that elsewhere, or "
+                "choose another folder."
+            )
+    raise FileExistsError(f"{out} is no earlier export, so it is not overwritten: choose another folder.")
+
+
+def _recorded(record: Path) -> set[str]:
+    try:
+        return set(json.loads(record.read_text(encoding="utf-8"))["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+
+
+# One half of a checkpoint, read without the other
+
+
+class _Half(RevelaForPreTraining):
+    def _frozen_halves(self) -> list:
+        return [half for half in super()._frozen_halves() if half[1] is not None]
+
+
+class _RetrieverAlone(_Half):
+    _keys_to_ignore_on_load_unexpected = (r"^(?!retriever\.)",)
+
+    def __init__(self, config: RevelaConfig):
+        RevelaPreTrainedModel.__init__(self, config)
+        options = {"dtype": torch.get_default_dtype(), "trust_remote_code": False}
+        self.retriever = add_lora(AutoModel.from_config(config.retriever_config, **options), config.retriever_lora)
+        self.lm = SimpleNamespace(backbone=None)
+        self.log_temperature = None
+        self.post_init()
+
+
+class _LMAlone(_Half):
+    _keys_to_ignore_on_load_unexpected = (r"^(?!lm\.)",)
+
+    def __init__(self, config: RevelaConfig):
+        RevelaPreTrainedModel.__init__(self, config)
+        self.retriever = self.log_temperature = None
+        self.lm = RevelaForCausalLM(config)
+        self.post_init()
+
+
+def lm_tokenizer(checkpoint: str | Path) -> PreTrainedTokenizerBase:
+    """The LM's tokenizer in a checkpoint of Revela; raises FileNotFoundError naming the folder that it lacks."""
+    folder = Path(checkpoint) / "lm_tokenizer"
     if not folder.is_dir():
-        return False
-    return not any(folder.iterdir()) or any((folder / name).exists() for name in ("modules.json", _ADAPTER_CONFIG))
+        raise FileNotFoundError(
+            f"{checkpoint} has no folder lm_tokenizer: copy it from another checkpoint of the same run, or save the "
+            "tokenizer of the LM there."
+        )
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+# What each kind of export writes, read and checked before anything is written
+
+
+def _retromae_writer(checkpoint: Path, adapter_only: bool, pooling: str | None, options: dict) -> Callable:
+    if adapter_only:
+        raise ValueError(f"{checkpoint} is RetroMAE's, which trains all weights: there is no adapter to write.")
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
+    model = RetroMAEForPreTraining.from_pretrained(checkpoint, dtype=torch.float32)
+    pooling = pooling or model.config.pooling
+    return lambda folder: write_doors(model.encoder, tokenizer, folder, pooling=pooling, **options)
+
+
+def _revela_writer(checkpoint: Path, adapter_only: bool, options: dict) -> Callable:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
+    model = _RetrieverAlone.from_pretrained(checkpoint, dtype=torch.float32)
+    if model.config.pooling == "eos" and not ends_with_eos(tokenizer):
+        raise ValueError(
+            f"The tokenizer in {checkpoint} appends no EOS, which the retriever's embedding is read from."
+        )
+    if adapter_only:
+        return lambda folder: _write_adapter(model, tokenizer, folder)
+    return lambda folder: publish(model, tokenizer, folder, **options)
+
+
+def _lm_writer(checkpoint: Path, dtype: torch.dtype) -> Callable:
+    tokenizer = lm_tokenizer(checkpoint)
+    model = _LMAlone.from_pretrained(checkpoint, dtype=torch.float32)
+    config = model.config
+    lm = _peft_model(AutoModelForCausalLM, model.lm.backbone, config.lm_lora, config.lm_name_or_path)
+    lm = lm if config.lm_lora is None else lm.merge_and_unload()
+    try:
+        settings = GenerationConfig.from_pretrained(config.lm_name_or_path or checkpoint)
+        settings.validate(strict=True)
+        lm.generation_config = settings
+    except (OSError, ValueError):
+        pass  # There are none, or such as transformers no longer writes: those that follow from the config stay.
+    return lambda folder: write_lm(lm, tokenizer, folder, dtype)
 
 
 def merged_retriever(model: RevelaForPreTraining) -> PreTrainedModel:
@@ -136,22 +237,23 @@ def merged_retriever(model: RevelaForPreTraining) -> PreTrainedModel:
 
 
 def _peft_retriever(model: RevelaForPreTraining):
-    """The stock backbone with the trained weights, wrapped by peft where there are adapters."""
-    stock = AutoModel.from_config(model.config.retriever_config, dtype=model.dtype)
-    weights = model.retriever.state_dict()
+    config = model.config
+    return _peft_model(AutoModel, model.retriever, config.retriever_lora, config.retriever_name_or_path)
+
+
+def _peft_model(auto_class: type, half: PreTrainedModel, lora: dict | None, source: str | None):
+    """A stock backbone with the trained weights of a half, wrapped by peft where there are adapters."""
+    stock = auto_class.from_config(half.config, dtype=half.dtype, trust_remote_code=False)
+    weights = half.state_dict()
     plain = {name.replace(".base_layer.", "."): value for name, value in weights.items() if "lora_" not in name}
     stock.load_state_dict(plain)
-    if model.config.retriever_lora is None:
+    if lora is None:
         return stock.eval()
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
-    lora = LoraConfig(
-        base_model_name_or_path=model.config.retriever_name_or_path,
-        task_type="FEATURE_EXTRACTION",
-        inference_mode=True,
-        **model.config.retriever_lora,
-    )
-    wrapped = get_peft_model(stock, lora)
+    task = "FEATURE_EXTRACTION" if auto_class is AutoModel else "CAUSAL_LM"
+    settings = LoraConfig(base_model_name_or_path=source, task_type=task, inference_mode=True, **lora)
+    wrapped = get_peft_model(stock, settings)
     adapters = {
         f"base_model.model.{name.replace('.default.', '.')}": value
         for name, value in weights.items()
@@ -172,6 +274,7 @@ def _write_adapter(model: RevelaForPreTraining, tokenizer, folder: Path) -> None
     wrapped.save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
     saved = load_file(folder / "adapter_model.safetensors")
+    refuse_non_finite(saved)
     if not saved or not any(value.abs().sum() > 0 for name, value in saved.items() if "lora_B" in name):
         raise ValueError("The adapter is empty or was never trained: every B matrix is zero.")
 
@@ -193,4 +296,4 @@ def publish(
     )
 
 
-__all__ = ["DTYPES", "MAX_LENGTH", "POOLINGS", "export", "merged_retriever", "publish"]
+__all__ = ["DTYPES", "MAX_LENGTH", "POOLINGS", "RECORD", "export", "lm_tokenizer", "merged_retriever", "publish"]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 DECODINGS = ("enhanced", "basic")
 DECODER_QUERIES = ("position", "embeddings")
@@ -53,6 +53,8 @@ class RetroMAEConfig(PreTrainedConfig):
         mask_token_id: int | None = None,
         **kwargs,
     ):
+        if encoder_config is not None:
+            require_stock(encoder_config)
         if isinstance(encoder_config, dict):
             encoder_config = dict(encoder_config)
             encoder_config = AutoConfig.for_model(encoder_config.pop("model_type"), **encoder_config)
@@ -103,6 +105,29 @@ class RetroMAEConfig(PreTrainedConfig):
             raise ValueError(f"`bow_loss_weight` must not be negative, as {self.bow_loss_weight} is.")
 
 
+def require_stock(config: PreTrainedConfig | dict[str, Any]) -> None:
+    """
+    Refuse an encoder whose architecture is not transformers' own: no checkpoint of it could be opened again.
+
+    Args:
+        config: of the encoder, or what its config.json holds.
+
+    Raises:
+        ValueError: naming the architecture.
+    """
+    if isinstance(config, dict):
+        name = config.get("model_type")
+        is_stock = name is None or name in CONFIG_MAPPING
+    else:
+        name, is_stock = config.model_type, not type(config).__module__.startswith("transformers_modules")
+    if not is_stock:
+        raise ValueError(
+            f"The encoder is of the architecture {name!r}, which this transformers has no code for, and code that "
+            "comes with an encoder is not run, as no checkpoint of it could be opened again: choose an encoder that "
+            "transformers has, such as BERT, RoBERTa or ModernBERT."
+        )
+
+
 RetroMAEConfig.register_for_auto_class()
 
-__all__ = ["RetroMAEConfig"]
+__all__ = ["RetroMAEConfig", "require_stock"]

@@ -9,18 +9,18 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForMaskedLM, PreTrainedModel
+from transformers import AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
-from .configuration_retromae import RetroMAEConfig
+from .configuration_retromae import RetroMAEConfig, require_stock
 from .decoder import RetroMAEDecoder
 from .decoder_visibility import sample_hidden, sample_visibility
 
 # Logits held at a time: 2^24 float32 numbers, 64 MiB.
 _CHUNK_ELEMENTS = 2**24
 # What `from_encoder` passes on to `from_pretrained`.
-_LOADING = {"dtype", "revision", "token", "trust_remote_code"}
+_LOADING = {"dtype", "revision", "token"}
 
 
 @dataclass
@@ -70,7 +70,9 @@ class RetroMAEForPreTraining(PreTrainedModel):
     def __init__(self, config: RetroMAEConfig, encoder: PreTrainedModel | None = None):
         super().__init__(config)
         if encoder is None:
-            encoder = AutoModelForMaskedLM.from_config(config.encoder_config, dtype=torch.get_default_dtype())
+            encoder = AutoModelForMaskedLM.from_config(
+                config.encoder_config, dtype=torch.get_default_dtype(), trust_remote_code=False
+            )
         _require_embeddings(encoder)
         self.encoder = encoder
         self.decoder = RetroMAEDecoder(config, encoder.base_model.embeddings)
@@ -88,12 +90,13 @@ class RetroMAEForPreTraining(PreTrainedModel):
 
         Args:
             model: a loaded `…ForMaskedLM`, which is used as it is and not copied, or a path or Hub id of an encoder.
-            options: fields of [`RetroMAEConfig`]; with a path or id, `dtype`, `revision`, `token` and
-                `trust_remote_code` go to `from_pretrained`.
+            options: fields of [`RetroMAEConfig`]; with a path or id, `dtype`, `revision` and `token` go to
+                `from_pretrained`.
 
         Raises:
-            ValueError: for an encoder without a masked-LM head or an embedding layer of the usual kind, a checkpoint
-                that lacks weights below the head, or an option that is no field of the config.
+            ValueError: for an encoder that is not transformers' own, or without a masked-LM head or an embedding layer
+                of the usual kind, a checkpoint that lacks weights below the head, or an option that is no field of
+                the config.
         """
         loading = {key: options.pop(key) for key in _LOADING & options.keys()}
         unknown = sorted(set(options) - set(inspect.signature(RetroMAEConfig.__init__).parameters))
@@ -118,6 +121,7 @@ class RetroMAEForPreTraining(PreTrainedModel):
         Raises:
             ValueError: naming the first weight that is missing.
         """
+        kwargs.setdefault("use_safetensors", True)
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         missing = sorted(info["missing_keys"])
         if missing:
@@ -463,6 +467,9 @@ def _require_embeddings(encoder: PreTrainedModel) -> None:
 def _load_encoder(path: str | os.PathLike, loading: dict) -> PreTrainedModel:
     # Trained weights are float32 unless asked: a checkpoint's own dtype would make it pure bf16 in silence.
     loading.setdefault("dtype", torch.float32)
+    hub = {key: value for key, value in loading.items() if key != "dtype"}
+    require_stock(PreTrainedConfig.get_config_dict(path, **hub)[0])
+    loading |= {"trust_remote_code": False, "use_safetensors": True}
     encoder, info = AutoModelForMaskedLM.from_pretrained(path, output_loading_info=True, **loading)
     prefix = f"{encoder.base_model_prefix}."
     below = sorted(name for name in info["missing_keys"] if name.startswith(prefix))

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 POOLINGS = ("eos", "cls", "mean")
 SIMILARITY_SPANS = ("first_half", "full")
@@ -156,12 +156,37 @@ class RevelaConfig(PreTrainedConfig):
 
 
 def _as_config(config: PreTrainedConfig | dict[str, Any] | None) -> PreTrainedConfig | None:
+    if config is not None:
+        require_stock(config)
     if config is None or isinstance(config, PreTrainedConfig):
         return config
     config = dict(config)
     return AutoConfig.for_model(config.pop("model_type"), **config)
 
 
+def require_stock(config: PreTrainedConfig | dict[str, Any]) -> None:
+    """
+    Refuse a backbone whose architecture is not transformers' own: no checkpoint of it could be opened again.
+
+    Args:
+        config: of the backbone, or what its config.json holds.
+
+    Raises:
+        ValueError: naming the architecture.
+    """
+    if isinstance(config, dict):
+        name = config.get("model_type")
+        is_stock = name is None or name in CONFIG_MAPPING
+    else:
+        name, is_stock = config.model_type, not type(config).__module__.startswith("transformers_modules")
+    if not is_stock:
+        raise ValueError(
+            f"The backbone is of the architecture {name!r}, which this transformers has no code for, and code that "
+            "comes with a backbone is not run, as no checkpoint of it could be opened again: choose a backbone that "
+            "transformers has, such as Llama, Qwen or BERT."
+        )
+
+
 RevelaConfig.register_for_auto_class()
 
-__all__ = ["RevelaConfig"]
+__all__ = ["RevelaConfig", "require_stock"]

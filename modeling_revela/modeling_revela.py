@@ -83,7 +83,8 @@ class RevelaForPreTraining(RevelaPreTrainedModel):
         config._attn_implementation_internal = "sdpa"
         if retriever is None:
             options = {} if asked is None else {"attn_implementation": asked}
-            retriever = AutoModel.from_config(config.retriever_config, dtype=torch.get_default_dtype(), **options)
+            options |= {"dtype": torch.get_default_dtype(), "trust_remote_code": False}
+            retriever = AutoModel.from_config(config.retriever_config, **options)
         self.retriever = add_lora(retriever, config.retriever_lora)
         for name, parameter in self.retriever.named_parameters():
             # BERT's own pooler is carried along for the export but takes no part in the embedding.
@@ -111,8 +112,7 @@ class RevelaForPreTraining(RevelaPreTrainedModel):
                 decoder.
             lm: any causal LM that uses transformers' attention interface, likewise.
             options: fields of [`RevelaConfig`], `retriever_revision` and `lm_revision` among them, of which the models
-                are read; `cache_dir`, `dtype`, `local_files_only`, `token` and `trust_remote_code` go to
-                `from_pretrained`.
+                are read; `cache_dir`, `dtype`, `local_files_only` and `token` go to `from_pretrained`.
 
         Raises:
             ValueError: for an option that there is not, and what [`RevelaForCausalLM.from_backbone`] refuses.
@@ -199,7 +199,8 @@ class RevelaForPreTraining(RevelaPreTrainedModel):
         own = self.state_dict()
         left_out = self._left_out()
         for prefix, module, auto_class, source, revision in self._frozen_halves() if left_out else ():
-            base = auto_class.from_pretrained(source, revision=revision, dtype=module.dtype, **loading).state_dict()
+            options = {**loading, "dtype": module.dtype, "trust_remote_code": False, "use_safetensors": True}
+            base = auto_class.from_pretrained(source, revision=revision, **options).state_dict()
             for name in (name for name in left_out if name.startswith(prefix)):
                 plain = name.removeprefix(prefix).replace(".base_layer.", ".")
                 if plain not in base or base[plain].shape != own[name].shape:
@@ -384,6 +385,7 @@ class RevelaModel(PreTrainedModel):
             config = AutoConfig.from_pretrained(pretrained_model_name_or_path, **where)
         # The stock class reads its own weights, whether they were saved with a head (RetroMAE's masked LM) or not.
         kwargs["trust_remote_code"] = False
+        kwargs.setdefault("use_safetensors", True)
         found = AutoModel.from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
         backbone, *info = found if isinstance(found, tuple) else (found,)
         model = cls(config, backbone=backbone).eval()

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 import torch
 from huggingface_hub import try_to_load_from_cache
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import CONFIG_NAME, ModelOutput
 
-from .configuration_revela import RevelaConfig
+from .configuration_revela import RevelaConfig, require_stock
 from .in_batch_attention import IN_BATCH_ATTENTION, InBatchContext
 from .linear_cross_entropy import linear_cross_entropy
 
 # What a checkpoint's loading passes on to that of the backbones it left out.
-_SOURCE_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "trust_remote_code")
-_LOADING_OPTIONS = ("cache_dir", "dtype", "local_files_only", "token", "trust_remote_code")
+_SOURCE_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token")
+_LOADING_OPTIONS = ("cache_dir", "dtype", "local_files_only", "token")
 
 
 @dataclass
@@ -63,11 +63,12 @@ class RevelaPreTrainedModel(PreTrainedModel):
         """
         As in transformers, except that a weight which the checkpoint lacks is an error and not drawn at random, and
         that backbones left out (`save_backbones=False`) are read from where the checkpoint says, with the same
-        `cache_dir`, `token` and `trust_remote_code`. `attn_implementation` is the retriever's.
+        `cache_dir` and `token`. `attn_implementation` is the retriever's.
 
         Raises:
             ValueError: naming the first weight that is missing.
         """
+        kwargs.setdefault("use_safetensors", True)
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         missing = sorted(set(info["missing_keys"]) - model._left_out())
         if missing:
@@ -118,7 +119,9 @@ class RevelaForCausalLM(RevelaPreTrainedModel, GenerationMixin):
         _require_in_batch_attention(config._attn_implementation)
         super().__init__(config)
         if backbone is None:
-            backbone = AutoModelForCausalLM.from_config(config.lm_config, dtype=torch.get_default_dtype())
+            backbone = AutoModelForCausalLM.from_config(
+                config.lm_config, dtype=torch.get_default_dtype(), trust_remote_code=False
+            )
         _require_attention_interface(backbone)
         backbone.set_attn_implementation(IN_BATCH_ATTENTION)
         if backbone.can_generate():
@@ -141,11 +144,11 @@ class RevelaForCausalLM(RevelaPreTrainedModel, GenerationMixin):
         Args:
             model: a loaded model, which is used as it is and not copied, or a path or Hub id.
             options: fields of [`RevelaConfig`]; with a path or id, `cache_dir`, `dtype`, `local_files_only`,
-                `revision`, `token` and `trust_remote_code` go to `from_pretrained`.
+                `revision` and `token` go to `from_pretrained`.
 
         Raises:
-            ValueError: if the model by-passes transformers' attention interface, or makes its logits in a way that is
-                not known here.
+            ValueError: if the model is not transformers' own, by-passes its attention interface, or makes its logits
+                in a way that is not known here.
         """
         loading, revision = take_loading_options(options), options.pop("revision", None)
         refuse_unknown_options(options)
@@ -364,7 +367,10 @@ def load_backbone(
         return model, getattr(model, "name_or_path", None) or None, None
     name = os.fspath(model)
     # Trained weights are float32 unless asked: a checkpoint's own dtype would make it pure bf16 in silence.
-    model = auto_class.from_pretrained(name, revision=revision, **{"dtype": torch.float32, **loading})
+    where = {key: value for key, value in loading.items() if key != "dtype"}
+    require_stock(PreTrainedConfig.get_config_dict(name, revision=revision, **where)[0])
+    options = {"dtype": torch.float32, **loading, "trust_remote_code": False, "use_safetensors": True}
+    model = auto_class.from_pretrained(name, revision=revision, **options)
     if os.path.isdir(name):
         return model, name, None
     # The folder in the cache is named after the commit.

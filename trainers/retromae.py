@@ -53,9 +53,6 @@ class ModelArguments:
         default="float32",
         metadata={"help": "Precision of the weights in memory; keep float32 and use --bf16 for fast products."},
     )
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Run code that the encoder's repository carries."}
-    )
 
     def __post_init__(self):
         check_dtype(self.dtype)
@@ -95,7 +92,7 @@ class DataArguments:
 
 def load_tokenizer(arguments: ModelArguments) -> PreTrainedTokenizerBase:
     """The encoder's tokenizer."""
-    return AutoTokenizer.from_pretrained(arguments.encoder_name_or_path, trust_remote_code=arguments.trust_remote_code)
+    return AutoTokenizer.from_pretrained(arguments.encoder_name_or_path, trust_remote_code=False)
 
 
 def load_model(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> RetroMAEForPreTraining:
@@ -105,7 +102,6 @@ def load_model(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase) ->
         **arguments.config_fields(),
         mask_token_id=tokenizer.mask_token_id,
         dtype=getattr(torch, arguments.dtype),
-        trust_remote_code=arguments.trust_remote_code,
     )
     fit_vocabulary(model.encoder, tokenizer, is_trained=True)
     return model

@@ -87,7 +87,6 @@ class ModelArguments:
         default="float32",
         metadata={"help": "Precision of the weights in memory; keep float32 and use --bf16 for fast products."},
     )
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that a backbone's repository carries."})
 
     def __post_init__(self):
         for half in ("retriever", "lm"):
@@ -166,15 +165,13 @@ def load_model(arguments: ModelArguments) -> RevelaForPreTraining:
         arguments.lm_name_or_path or arguments.retriever_name_or_path,
         **arguments.config_fields(),
         dtype=getattr(torch, arguments.dtype),
-        trust_remote_code=arguments.trust_remote_code,
     )
 
 
 def load_tokenizers(arguments: ModelArguments):
     """The retriever's tokenizer, which appends EOS where the pooling needs it, and the LM's own."""
-    options = {"trust_remote_code": arguments.trust_remote_code}
-    retriever = AutoTokenizer.from_pretrained(arguments.retriever_name_or_path, **options)
-    lm = AutoTokenizer.from_pretrained(arguments.lm_name_or_path or arguments.retriever_name_or_path, **options)
+    names = (arguments.retriever_name_or_path, arguments.lm_name_or_path or arguments.retriever_name_or_path)
+    retriever, lm = (AutoTokenizer.from_pretrained(name, trust_remote_code=False) for name in names)
     if arguments.retriever_pooling == "eos":
         retriever = append_eos(retriever)
     return retriever, lm

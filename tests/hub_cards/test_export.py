@@ -8,12 +8,12 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer, LlamaForCausalLM, LlamaModel
 
 from hub_cards.eos_tokenizer import append_eos, save_tokenizer
-from hub_cards.export import export
+from hub_cards.export import RECORD, export
 from modeling_revela import RevelaForPreTraining, RevelaModel
 
 TEXTS = ["the boat", "A river bank holds a fisher who sells fish. " * 30, "naïve 東京", "<|user|>x"]
@@ -332,6 +332,83 @@ def test_folder_of_something_else_is_never_deleted(trained, tmp_path, what):
     with pytest.raises(FileExistsError, match="no earlier export"):
         export(run / "checkpoint-3", tmp_path / what, overwrite=True)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("added", ["checkpoint-3/config.json", "finetune.json", "1_Pooling/notes.txt"])
+def test_export_to_which_something_was_added_is_not_deleted(trained, exported, tmp_path, added):
+    out = Path(shutil.copytree(exported("lora"), tmp_path / "out"))
+    (out / added).parent.mkdir(exist_ok=True)
+    (out / added).write_text("{}")
+    with pytest.raises(FileExistsError, match=rf"holds {added.partition('/config')[0]}, which no export wrote"):
+        export(trained("lora")[1], out, overwrite=True)
+    assert (out / added).exists() and (out / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("record", [None, "", "[]", '{"files": 3}'])
+def test_retriever_that_no_export_wrote_is_not_deleted(trained, exported, tmp_path, record):
+    # What fine-tuning writes holds all that an export does, but for the record.
+    out = Path(shutil.copytree(exported("lora"), tmp_path / "out"))
+    (out / RECORD).unlink()
+    if record is not None:
+        (out / RECORD).write_text(record)
+    with pytest.raises(FileExistsError):
+        export(trained("lora")[1], out, overwrite=True)
+    assert (out / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("kind", [{}, {"adapter_only": True}, {"lm": True}])
+def test_weights_that_are_not_finite_are_refused(trained, backbones, tmp_path, kind):
+    checkpoint = Path(shutil.copytree(trained("lora")[1], tmp_path / "run"))
+    save_tokenizer(AutoTokenizer.from_pretrained(backbones["llama"]), checkpoint / "lm_tokenizer")
+    weights = load_file(checkpoint / "model.safetensors")
+    half = "lm." if kind.get("lm") else "retriever."
+    name = next(name for name in weights if name.startswith(half) and "layers.1.mlp.up_proj.lora_B" in name)
+    weights[name][1, 1] = torch.nan
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"'.*layers\.1\.mlp\.up_proj\..*weight' has values that are not finite in float32"
+    ):
+        export(checkpoint, tmp_path / "out", **kind)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_weights_too_large_for_float16_are_refused_in_it(trained, tmp_path):
+    checkpoint = Path(shutil.copytree(trained("full")[1], tmp_path / "run"))
+    weights = load_file(checkpoint / "model.safetensors")
+    weights["retriever.norm.weight"][0] = 1e5
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    export(checkpoint, tmp_path / "wide", dtype="bfloat16")
+    with pytest.raises(ValueError, match="'norm.weight' has values that are not finite in float16"):
+        export(checkpoint, tmp_path / "narrow", dtype="float16")
+
+
+def test_retriever_is_read_without_the_lm(trained, exported, tmp_path):
+    # Neither the LM's weights nor an LM of its config: what is not there cannot have been read.
+    checkpoint = Path(shutil.copytree(trained("lora")[1], tmp_path / "run"))
+    weights = load_file(checkpoint / "model.safetensors")
+    weights = {name: value for name, value in weights.items() if name.startswith("retriever.")}
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["lm_config"] |= {"hidden_size": 12, "num_hidden_layers": 7}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    found = load_file(export(checkpoint, tmp_path / "out") / "model.safetensors")
+    expected = load_file(exported("lora") / "model.safetensors")
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    weights.pop("retriever.norm.weight")
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="lacks 1 weights of .*'retriever.norm.weight'"):
+        export(checkpoint, tmp_path / "again")
+
+
+@pytest.mark.parametrize("content", [b"", b"half of it", None])
+def test_broken_weights_are_named(trained, tmp_path, content):
+    checkpoint = Path(shutil.copytree(trained("lora")[1], tmp_path / "run"))
+    file = checkpoint / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100] if content is None else content)
+    with pytest.raises(ValueError, match=r"run/model\.safetensors is no whole safetensors file"):
+        export(checkpoint, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_what_is_no_checkpoint_is_refused_with_a_hint(trained, exported, tmp_path):

@@ -132,10 +132,12 @@ def test_what_cannot_be_is_refused(trained, tmp_path):
     folder = trained["bert"][1]
     with pytest.raises(ValueError, match="there is no adapter to write"):
         export(folder, tmp_path / "out", adapter_only=True)
+    with pytest.raises(ValueError, match="which trains no LM"):
+        export(folder, tmp_path / "out", lm=True)
     with pytest.raises(ValueError, match="No pooling 'eos': choose one of cls, mean"):
         export(folder, tmp_path / "out", pooling="eos")
     shutil.copytree(folder, tmp_path / "broken")
     (tmp_path / "broken" / "model.safetensors").write_bytes(b"")
-    with pytest.raises(Exception):  # noqa: B017 (safetensors' own)
+    with pytest.raises(ValueError, match=r"broken/model\.safetensors is no whole safetensors file"):
         export(tmp_path / "broken", tmp_path / "out")
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
