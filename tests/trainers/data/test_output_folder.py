@@ -147,6 +147,7 @@ def running(tmp_path, corpus):
         env=environment,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
         # Whatever this process was told to ignore: a shell's background jobs, for one, ignore Ctrl-C.
         preexec_fn=lambda: [signal.signal(number, signal.SIG_DFL) for number in STOPPING],
     )
@@ -183,7 +184,10 @@ linux = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds t
 def test_a_stopped_run_leaves_no_worker_and_no_folder(tmp_path, running, number, status):
     process, workers = running
     assert len(partial_folders(tmp_path)) == 1 and len(workers) >= 2
-    process.send_signal(number)
+    if number == signal.SIGINT:  # which a terminal sends to all processes
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
     printed = process.communicate(timeout=60)[1]
     assert process.returncode == status
     assert "Traceback" not in printed
