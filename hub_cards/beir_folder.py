@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,7 @@ def iter_jsonl(path: Path, number_lines: bool = False) -> Iterator[tuple[int, st
         ValueError: naming file and line of what cannot be read.
     """
     number = 0
-    with open(path, encoding="utf-8") as lines:
+    with open(path, encoding="utf-8-sig") as lines:
         try:
             for line in lines:
                 number += 1
@@ -80,8 +81,16 @@ def iter_jsonl(path: Path, number_lines: bool = False) -> Iterator[tuple[int, st
                 record = json.loads(line)
                 if number_lines and isinstance(record, dict):
                     record = {"_id": number, **record}
-                if not isinstance(record, dict) or "_id" not in record or not isinstance(record.get("text"), str):
+                if (
+                    not isinstance(record, dict)
+                    or record.get("_id") is None
+                    or not isinstance(record.get("text"), str)
+                ):
                     raise ValueError('each line must be an object with "_id" and "text"')
+                if not isinstance(record.get("title") or "", str):
+                    raise ValueError('"title" must be text')
+                if any("\ud800" <= letter <= "\udfff" for letter in record["text"]):
+                    raise ValueError("the text holds halves of surrogate pairs, which no tokenizer reads")
                 yield number, str(record["_id"]), f"{record.get('title') or ''} {record['text']}".strip()
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 ({error}); convert it first.") from None
@@ -91,7 +100,7 @@ def iter_jsonl(path: Path, number_lines: bool = False) -> Iterator[tuple[int, st
 
 def _read_qrels(path: Path) -> dict[str, dict[str, int]]:
     qrels: dict[str, dict[str, int]] = {}
-    with open(path, encoding="utf-8", newline="") as lines:
+    with open(path, encoding="utf-8-sig", newline="") as lines:
         rows = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
         for row in rows:
             if not row:
@@ -100,13 +109,17 @@ def _read_qrels(path: Path) -> dict[str, dict[str, int]]:
                 query, doc, score = row
                 grade = int(score)
             except ValueError:
-                if rows.line_num == 1:  # the header
+                # A header: names of columns, and no judgement with a slip.
+                if rows.line_num == 1 and len(row) == 3 and re.fullmatch(r"[A-Za-z][\w .-]*", row[2]):
                     continue
                 raise ValueError(
                     f"{path}, line {rows.line_num}: expected query-id, corpus-id and a whole-number score, "
                     f"separated by tabs, not {row}."
                 ) from None
-            qrels.setdefault(query, {})[doc] = grade
+            if qrels.setdefault(query, {}).setdefault(doc, grade) != grade:
+                raise ValueError(
+                    f"{path}, line {rows.line_num}: {doc} is judged for {query} a second time, and otherwise."
+                )
     if not qrels:
         raise ValueError(f"{path} has no judgement.")
     return qrels

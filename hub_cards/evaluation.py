@@ -176,8 +176,12 @@ def write_json(results: dict, out: str | Path) -> None:
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, out)
+    try:
+        temporary.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(temporary, out)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"The results could not be written to {out} ({error.strerror}); pass another --out.") from error
 
 
 def print_table(results: dict) -> None:
@@ -361,10 +365,11 @@ def _is_local(task: str | Path) -> bool:
 
 
 def _finish(results: dict, out: str | Path | None, show: bool) -> dict:
-    if out is not None:
-        write_json(results, out)
+    # First what cannot fail: measuring may have taken hours.
     if show:
         print_table(results)
+    if out is not None:
+        write_json(results, out)
     return results
 
 

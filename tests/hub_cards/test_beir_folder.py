@@ -43,6 +43,12 @@ def test_missing_file_is_named(beir_folder, name):
         ("qrels/test.tsv", "query-id\tcorpus-id\tscore\nq1\tapple\t0\n", "no document is relevant"),
         ("qrels/test.tsv", "query-id\tcorpus-id\tscore\nq1\tapple\thigh\n", r"test\.tsv, line 2: expected query-id"),
         ("qrels/test.tsv", "query-id\tcorpus-id\tscore\nq1 0 apple 1\n", r"test\.tsv, line 2: expected query-id"),
+        ("qrels/test.tsv", "q1\t0\tapple\t1\nq2\tplane\t1\n", r"test\.tsv, line 1: expected query-id"),
+        ("qrels/test.tsv", "q1\tapple\t1.0\nq2\tplane\t1\n", r"test\.tsv, line 1: expected query-id"),
+        ("qrels/test.tsv", "q1\tapple\t1\nq1\tapple\t0\n", r"line 2: apple is judged for q1 a second time"),
+        ("corpus.jsonl", '{"_id": null, "text": "x"}\n', r'line 1: each line must be an object with "_id"'),
+        ("corpus.jsonl", '{"_id": "a", "title": ["t"], "text": "x"}\n', 'line 1: "title" must be text'),
+        ("corpus.jsonl", '{"_id": "a", "text": "\\ud800"}\n', "line 1: the text holds halves of surrogate pairs"),
     ],
 )
 def test_bad_content_is_one_clear_error(beir_folder, name, content, message):
@@ -50,6 +56,14 @@ def test_bad_content_is_one_clear_error(beir_folder, name, content, message):
     with pytest.raises(ValueError, match=message) as error:
         load_beir_folder(beir_folder)
     assert "\n" not in str(error.value)
+
+
+def test_a_byte_order_mark_is_no_content(beir_folder):
+    expected = load_beir_folder(beir_folder)
+    for name in ("corpus.jsonl", "queries.jsonl", "qrels/test.tsv"):
+        (beir_folder / name).write_bytes(b"\xef\xbb\xbf" + (beir_folder / name).read_bytes())
+    found = load_beir_folder(beir_folder)
+    assert (found.corpus, found.queries, found.qrels) == (expected.corpus, expected.queries, expected.qrels)
 
 
 def test_not_utf8(beir_folder):

@@ -117,6 +117,14 @@ def test_a_failed_write_keeps_the_old_file(tmp_path):
     assert json.loads(out.read_text()) == {"old": 1} and [path.name for path in tmp_path.iterdir()] == ["r.json"]
 
 
+def test_results_that_cannot_be_written_are_shown_all_the_same(tiny_model, beir_folder, tmp_path, capsys):
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OSError, match="could not be written to .*taken .*pass another --out"):
+        evaluate(tiny_model, beir_folder, out=tmp_path / "taken")
+    assert "nDCG@10" in capsys.readouterr().out
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_groups_side_by_side(tiny_model, minilm, tmp_path, capsys):
     texts = {
         "ships": [
