@@ -192,8 +192,8 @@ def measured_table(folder: Path) -> list[str]:
         )
     lines += [
         "",
-        "What is held beyond the computed weights and moments: DDP keeps its buckets of gradients, which are as large as",
-        "the weights; DeepSpeed and FSDP2 keep buffers for what they gather and reduce.",
+        "What is held beyond the computed weights and moments: DDP keeps its buckets of gradients, which are as large",
+        "as the weights; DeepSpeed and FSDP2 keep buffers for what they gather and reduce.",
         "",
         f"Weights of the larger pair: {counts['large'] / 1e6:.1f} million, {4 * counts['large'] / 1e6:.0f} MB.",
     ]
