@@ -51,9 +51,18 @@ def check_folder(folder: str | Path) -> None:
         _check_weights(part, root, may_be_sharded=part == folder)
 
 
-def _check_weights(part: Path, root: Path, may_be_sharded: bool) -> None:
+def broken(file: Path) -> str | None:
+    """Why a file is no whole safetensors file, told by its header and length; `None` if it is one."""
     from safetensors import SafetensorError, safe_open
 
+    try:
+        with safe_open(file, "np"):
+            return None
+    except (SafetensorError, OSError) as error:
+        return str(error)
+
+
+def _check_weights(part: Path, root: Path, may_be_sharded: bool) -> None:
     for pickled, safe in _PICKLES.items():
         read = [f"{safe}.safetensors"] + [f"{safe}.safetensors.index.json"] * may_be_sharded
         found = sorted(part.glob(f"{pickled}*.bin"))
@@ -72,11 +81,8 @@ def _check_weights(part: Path, root: Path, may_be_sharded: bool) -> None:
                 raise ValueError(f"{index} names {name}, which is missing: copy it or write it again.")
     for file in sorted(part.glob("*.safetensors")):
         _require_inside(file, root, file)
-        try:
-            with safe_open(file, "np"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is no whole safetensors file ({error}): copy it or write it again.") from error
+        if wrong := broken(file):
+            raise ValueError(f"{file} is no whole safetensors file ({wrong}): copy it or write it again.")
 
 
 def _require_inside(path: Path, root: Path, named_by: Path) -> None:
@@ -97,4 +103,4 @@ def _read_json(path: Path, kind: type) -> dict | list:
     return value
 
 
-__all__ = ["check_folder", "model_type"]
+__all__ = ["broken", "check_folder", "model_type"]

@@ -8,14 +8,13 @@ import zipfile
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from transformers import TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
-from hub_cards.checkpoints import model_type
+from hub_cards.checkpoints import broken, model_type
 
 # Where a checkpoint is written before it gets its name.
 STAGING = ".saving"
@@ -77,11 +76,8 @@ def damage(checkpoint: Path) -> str | None:
         if name in sizes and path.stat().st_size != sizes[name]:
             return f"is broken: {name} has {path.stat().st_size:,} bytes, and {sizes[name]:,} were written"
     for path in sorted(checkpoint.rglob("*.safetensors")):
-        try:
-            with safe_open(path, "pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            return f"is broken: {path.name} is no whole safetensors file ({error})"
+        if wrong := broken(path):
+            return f"is broken: {path.name} is no whole safetensors file ({wrong})"
     for path in sorted(checkpoint.glob("*.pt*")):
         if not zipfile.is_zipfile(path):
             return f"is broken: {path.name} is no whole file of torch's"
