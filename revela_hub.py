@@ -14,14 +14,10 @@ The commands import what they need when they run, so that `--help` answers at on
 import dataclasses
 import inspect
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, get_type_hints
 
@@ -29,6 +25,7 @@ import typer
 from typer.core import TyperGroup
 
 from hub_cards.checkpoints import model_type
+from trainers.launching import LAUNCH_CONFIGS, Launch, run_launched
 
 HERE = Path(__file__).resolve().parent
 RECIPES = HERE / "trainers" / "recipes"
@@ -47,7 +44,6 @@ METHODS = {
         "finetune-msmarco-dpr --model_name_or_path bert-base-uncased --train_set msmarco/",
     ),
 }
-LAUNCH_CONFIGS = HERE / "trainers" / "accelerate_configs"
 
 
 class OneLineErrors(TyperGroup):
@@ -181,49 +177,6 @@ def train(
         raise typer.Exit
 
 
-@dataclasses.dataclass
-class Launch:
-    """How `accelerate launch` is to start a script."""
-
-    launch_config: str | None = dataclasses.field(
-        default=None,
-        metadata={
-            "help": "Launching: a shipped config (cpu, single, ddp) or an accelerate YAML file; left out, your own "
-            "accelerate config where there is one, otherwise what fits this machine."
-        },
-    )
-    num_processes: int | None = dataclasses.field(
-        default=None, metadata={"help": "Launching: processes in all, one a device, on all machines together."}
-    )
-    num_machines: int | None = dataclasses.field(
-        default=None, metadata={"help": "Launching: machines; the same command on each, with a --machine-rank."}
-    )
-    machine_rank: int | None = dataclasses.field(
-        default=None, metadata={"help": "Launching: the number of this machine, from 0."}
-    )
-    main_process_ip: str | None = dataclasses.field(
-        default=None, metadata={"help": "Launching: the address of machine 0."}
-    )
-    main_process_port: int | None = dataclasses.field(
-        default=None, metadata={"help": "Launching: a free port of machine 0."}
-    )
-
-    def __post_init__(self) -> None:
-        for name, least in {"num_processes": 1, "num_machines": 1, "machine_rank": 0, "main_process_port": 0}.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} is {value}; it must be at least {least}.")
-
-    def command(self, script: Path) -> tuple[list[str], bool]:
-        """The command of `accelerate launch` up to the script, and whether the run is on the CPU."""
-        options, on_cpu = _launch_options(self.launch_config, self.num_processes)
-        for name in ("num_machines", "machine_rank", "main_process_ip", "main_process_port"):
-            if (value := getattr(self, name)) is not None:
-                options += [f"--{name}", str(value)]
-        # A path, not `-m trainers.…`: a folder called `trainers` where the user happens to stand must not win.
-        return ["accelerate", "launch", *options, str(script)], on_cpu
-
-
 def _add_method(method: str, text: str) -> None:
     def run(ctx: typer.Context, help: Annotated[bool, typer.Option("--help")] = False, **launch) -> None:
         _launch(method, ctx.args, Launch(**launch), help)
@@ -268,72 +221,7 @@ def _launch(method: str, arguments: list[str], launch: Launch, wants_help: bool)
     if on_cpu and not any(argument.partition("=")[0] == "--use_cpu" for argument in arguments):
         # A recipe with bf16 is refused on a machine without a GPU unless the CPU is asked for.
         arguments = [*arguments, "--use_cpu", "true"]
-    raise typer.Exit(_run_launched([*command, *arguments]))
-
-
-def _run_launched(command: list[str], environment: Mapping[str, str] | None = None) -> int:
-    typer.echo(" ".join(command), err=True)
-    command[:2] = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
-    return _run_group(command, {**os.environ, **(environment or {})})
-
-
-def _run_group(command: list[str], environment: Mapping[str, str]) -> int:
-    """
-    Run a command as a group of processes that gets the signals we get, and wait for all of the group.
-
-    accelerate starts a single process as a child of its own and hands it no signal on: stopped alone, it would leave
-    the training running.
-    """
-    told: list[int] = []
-
-    def hand_on(number, _frame) -> None:
-        told.append(number)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        code = process.wait()
-        with suppress(ProcessLookupError):
-            while True:
-                os.killpg(process.pid, 0)
-                time.sleep(0.2)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return 128 + told[0] if told else code if code >= 0 else 128 - code
-
-
-def _launch_options(launch_config: str | None, num_processes: int | None) -> tuple[list[str], bool]:
-    """The options of `accelerate launch`, and whether the run is on the CPU."""
-    import torch
-    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
-    from accelerate.utils import DistributedType
-
-    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    if launch_config is None and Path(default_config_file).is_file():
-        return [] if num_processes is None else ["--num_processes", str(num_processes)], devices == 0
-    if launch_config is None:
-        wanted = devices if num_processes is None else num_processes
-        launch_config = "cpu" if devices == 0 else "single" if wanted == 1 else "ddp"
-        num_processes = max(wanted, 1)
-    path = Path(launch_config)
-    if not path.is_file():
-        path = LAUNCH_CONFIGS / f"{launch_config.removesuffix('.yaml')}.yaml"
-    if not path.is_file():
-        names = ", ".join(sorted(path.stem for path in LAUNCH_CONFIGS.glob("*.yaml")))
-        raise FileNotFoundError(f"No launch config {launch_config!r}: it is neither a file nor one of {names}.")
-    config = load_config_from_file(str(path))
-    options = ["--config_file", str(path)]
-    if num_processes is not None:
-        options += ["--num_processes", str(num_processes)]
-        if config.use_cpu and num_processes > 1 and config.distributed_type == DistributedType.NO:
-            # accelerate starts several processes on a CPU under MPI only; its multi-GPU launcher is plain torchrun.
-            options += ["--multi_gpu"]
-    return options, config.use_cpu or devices == 0
+    raise typer.Exit(run_launched([*command, *arguments]))
 
 
 app.add_typer(train_app, name="train")
@@ -539,7 +427,7 @@ def embed_corpus(ctx: typer.Context) -> None:
             return
         command, on_cpu = launch.command(HERE / "revela_hub.py")
         environment = {"ACCELERATE_USE_CPU": "true"} if on_cpu else {}
-        raise typer.Exit(_run_launched([*command, "embed", *ctx.args], environment))
+        raise typer.Exit(run_launched([*command, "embed", *ctx.args], environment))
 
     _run_fields(ctx, run, EmbedConfig, Launch, arguments=("model", "corpus"))
 

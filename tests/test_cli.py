@@ -21,6 +21,7 @@ from modeling_revela import RevelaForPreTraining
 from trainers.data.collator import GroupCollator
 from trainers.data.prepare import PrepareConfig
 from trainers.data.prepared import load_groups
+from trainers.launching import Launch
 
 ROOT = Path(__file__).parent.parent
 runner = CliRunner(env={"COLUMNS": "200", "REVELA_DEBUG": None})
@@ -91,7 +92,7 @@ def test_options_of_prepare_are_the_fields_of_its_config():
 
 def test_options_of_embed_are_the_fields_of_its_config_and_of_launching():
     shown = run("embed", "--help").stdout
-    for field in (*dataclasses.fields(EmbedConfig), *dataclasses.fields(revela_hub.Launch)):
+    for field in (*dataclasses.fields(EmbedConfig), *dataclasses.fields(Launch)):
         option = field.name if field.name in ("model", "corpus") else "--" + field.name.replace("_", "-")
         assert option in shown and field.metadata["help"].split()[0] in shown, option
     assert "[default: 10000]" in shown and "revela-hub embed retriever/ docs/ --out embeddings/" in shown
@@ -228,7 +229,7 @@ def stand_in_script(tmp_path, monkeypatch):
 
     def start(*arguments: str, **launch):
         with pytest.raises(revela_hub.typer.Exit) as stopped:
-            revela_hub._launch("toy", list(arguments), revela_hub.Launch("cpu", **launch), wants_help=False)
+            revela_hub._launch("toy", list(arguments), Launch("cpu", **launch), wants_help=False)
         return stopped.value.exit_code, [json.loads(path.read_text()) for path in sorted(tmp_path.rglob("seen-*"))]
 
     return start
@@ -267,32 +268,6 @@ def test_train_starts_one_process_on_each_of_two_machines(stand_in_script):
         ends = list(machines.map(machine, (0, 1)))
     assert [code for code, _ in ends] == [0, 0]
     assert {(one["rank"], one["world"]) for _, seen in ends for one in seen} == {("0", "2"), ("1", "2")}
-
-
-def test_launch_options_fit_config_and_machine(tmp_path, monkeypatch):
-    import accelerate.commands.config.config_args as config_args
-
-    shipped = revela_hub.LAUNCH_CONFIGS
-    monkeypatch.setattr(config_args, "default_config_file", str(tmp_path / "none.yaml"))
-    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    # Without a device every launch is on the CPU, whatever the config was written for.
-    without = devices == 0
-    assert revela_hub._launch_options("zero3", None) == (["--config_file", str(shipped / "zero3.yaml")], without)
-    own = tmp_path / "own.yaml"
-    for launcher in ("ddp", "zero3"):
-        # Neither is overridden by a launcher of another kind.
-        own.write_text((shipped / f"{launcher}.yaml").read_text() + "use_cpu: true\n")
-        options, on_cpu = revela_hub._launch_options(str(own), 8)
-        assert options == ["--config_file", str(own), "--num_processes", "8"] and on_cpu
-
-    options, on_cpu = revela_hub._launch_options(None, None)
-    expected = {0: "cpu", 1: "single"}.get(devices, "ddp")
-    assert options == ["--config_file", str(shipped / f"{expected}.yaml"), "--num_processes", str(max(devices, 1))]
-    assert on_cpu == (devices == 0)
-
-    # Someone who has run `accelerate config` has said how to launch on this machine.
-    monkeypatch.setattr(config_args, "default_config_file", str(own))
-    assert revela_hub._launch_options(None, None) == ([], without)
 
 
 def test_console_command_prints_its_version():
