@@ -25,6 +25,7 @@ import typer
 from typer.core import TyperGroup
 
 from hub_cards.checkpoints import model_type
+from hub_cards.commands import publishing
 from trainers.launching import LAUNCH_CONFIGS, Launch, run_launched
 
 HERE = Path(__file__).resolve().parent
@@ -431,6 +432,8 @@ def embed_corpus(ctx: typer.Context) -> None:
 
     _run_fields(ctx, run, EmbedConfig, Launch, arguments=("model", "corpus"))
 
+
+app.add_typer(publishing)
 
 if __name__ == "__main__":
     app()

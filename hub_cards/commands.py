@@ -1,0 +1,5 @@
+"""The commands of `revela-hub` that publish and compare; `revela_hub.py` holds the others and adds these to its own."""
+
+import typer
+
+publishing = typer.Typer(rich_markup_mode=None)
