@@ -1,4 +1,4 @@
-"""The commands of `revela-hub` that publish and compare; `revela_hub.py` holds the others and adds these to its own."""
+"""The commands of `revela-hub` that publish and compare; `revela_hub.py` holds the others and adds these."""
 
 import typer
 
