@@ -32,7 +32,7 @@ from transformers import set_seed
 
 from hub_cards.encoding import prompts_used
 from trainers.arguments import parse_recipe, run_script
-from trainers.checks import check_at_least, check_choice, check_steps
+from trainers.checks import cap_workers, check_at_least, check_choice, check_steps
 from trainers.distillation import load_cross_encoder, score_rows, train_cross_encoder
 from trainers.finetune_data import DevelopmentSet, has_development_set, load_development_set, load_training_set
 from trainers.finetune_model import ModelArguments, load_model, merge_adapters, save_result
@@ -168,6 +168,7 @@ class Finetuning:
         self, model_args: ModelArguments, data_args: DataArguments, method: MethodArguments, args, callbacks=None
     ):
         check_steps(args)
+        cap_workers(args)
         if args.n_gpu > 1:
             raise ValueError(
                 f"One process sees {args.n_gpu} GPUs: start one a GPU with `accelerate launch --multi_gpu`, or set "

@@ -17,14 +17,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer, set_seed
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
 from hub_cards.eos_tokenizer import append_eos
 from modeling_revela import RevelaConfig, RevelaForPreTraining
 from trainers.arguments import parse_recipe, run_script
 from trainers.backbones import check_positions, fit_vocabulary, say_once
 from trainers.checkpoints import last_checkpoint
-from trainers.checks import check_at_least, check_dtype, check_lora, check_steps, check_weights
+from trainers.checks import cap_workers, check_at_least, check_dtype, check_lora, check_steps, check_weights
 from trainers.data.collator import GroupCollator
 from trainers.data.prepared import load_groups, mix_groups
 from trainers.revela_trainer import RevelaTrainer, RevelaTrainingArguments
@@ -177,8 +177,10 @@ def load_tokenizers(arguments: ModelArguments):
     return retriever, lm
 
 
-def load_train_set(arguments: DataArguments, seed: int) -> Dataset:
-    """All prepared sets as one, mixed by weight, split to `group_size` chunks a group."""
+def load_train_set(
+    arguments: DataArguments, seed: int, lm_tokenizer: PreTrainedTokenizerBase | None = None
+) -> Dataset:
+    """All prepared sets as one, mixed by weight, split to `group_size` chunks a group; see `drop_blank_groups`."""
     names, weights = arguments.train_sets, arguments.train_weights
     if not names:
         raise ValueError("`train_sets` is empty: name at least one folder that `revela-hub prepare` wrote.")
@@ -192,13 +194,13 @@ def load_train_set(arguments: DataArguments, seed: int) -> Dataset:
             )
     if len(sets) > 1:
         sets = [mix_groups(sets, [len(groups) for groups in sets] if weights is None else weights, seed)]
-    return drop_blank_groups(split_groups(sets[0], arguments.group_size))
+    return drop_blank_groups(split_groups(sets[0], arguments.group_size), lm_tokenizer)
 
 
-def load_validation_set(arguments: DataArguments) -> Dataset:
+def load_validation_set(arguments: DataArguments, lm_tokenizer: PreTrainedTokenizerBase | None = None) -> Dataset:
     """The held-out groups that are evaluated, split as the training's are."""
     groups = load_groups(arguments.validation_set or arguments.train_sets[0], "validation")
-    groups = drop_blank_groups(split_groups(groups, arguments.group_size))
+    groups = drop_blank_groups(split_groups(groups, arguments.group_size), lm_tokenizer)
     return groups.select(range(min(len(groups), arguments.validation_groups)))
 
 
@@ -230,21 +232,30 @@ def split_groups(groups: Dataset, group_size: int | None) -> Dataset:
     return groups.map(split, batched=True, remove_columns=groups.column_names, desc="Splitting groups")
 
 
-def drop_blank_groups(groups: Dataset) -> Dataset:
-    """Without the groups of which fewer than two chunks have a character: a chunk needs another to attend to."""
+def drop_blank_groups(groups: Dataset, lm_tokenizer: PreTrainedTokenizerBase | None = None) -> Dataset:
+    """
+    Without the groups of which fewer than two chunks have anything to read: a chunk needs another to attend to.
+
+    Args:
+        lm_tokenizer: to it a chunk without a token (of accents alone, say) is blank as well.
+    """
     counts = []
     for batch in groups.select_columns("texts").with_format("arrow").iter(1000):
         texts = pa.chunked_array(batch["texts"]).combine_chunks()
-        is_blank = pc.or_(pc.utf8_is_space(texts.flatten()), pc.equal(pc.binary_length(texts.flatten()), 0))
-        rows = pc.list_parent_indices(texts).filter(pc.invert(is_blank)).to_numpy()
+        # A letter or a digit is a token to every tokenizer; of the few texts without, each is looked at.
+        readable = pc.match_substring_regex(texts.flatten(), r"[\pL\pN]").to_numpy(zero_copy_only=False)
+        doubtful = np.flatnonzero(~readable)
+        for place, text in zip(doubtful, texts.flatten().take(doubtful).to_pylist(), strict=True):
+            readable[place] = text.strip() and (lm_tokenizer is None or lm_tokenizer(text)["input_ids"])
+        rows = pc.list_parent_indices(texts).to_numpy()[readable]
         counts.append(np.bincount(rows, minlength=len(texts)))
     kept = np.flatnonzero(np.concatenate(counts) >= 2)
     if len(kept) == len(groups):
         return groups
     if len(kept) == 0:
-        raise ValueError("No group has two chunks with a character: there is nothing to train on.")
+        raise ValueError("No group has two chunks with a token: there is nothing to train on.")
     left_out = len(groups) - len(kept)
-    say_once(f"{left_out} of {len(groups)} groups are left out: fewer than two of their chunks have a character.")
+    say_once(f"{left_out} of {len(groups)} groups are left out: fewer than two of their chunks have a token.")
     return groups.select(kept)
 
 
@@ -253,16 +264,17 @@ def make_trainer(
 ) -> RevelaTrainer:
     """Data, models and tokenizers as the arguments say, put together and ready to train."""
     check_steps(args)
+    cap_workers(args)
     set_seed(args.seed)
 
     # 1. Data: prepared groups, mixed by weight; held-out documents for validation.
-    train_set = load_train_set(data_args, args.seed)
+    retriever_tokenizer, lm_tokenizer = load_tokenizers(model_args)
+    train_set = load_train_set(data_args, args.seed, lm_tokenizer)
     validation = None
     if args.do_eval or args.eval_strategy != "no":
-        validation = load_validation_set(data_args)
+        validation = load_validation_set(data_args, lm_tokenizer)
 
-    # 2. Model and tokenizers.
-    retriever_tokenizer, lm_tokenizer = load_tokenizers(model_args)
+    # 2. Model and what feeds it.
     collator = GroupCollator(
         retriever_tokenizer,
         lm_tokenizer,

@@ -7,7 +7,8 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from transformers import AutoModelForMaskedLM, BertForMaskedLM, TrainerCallback
+from tokenizers import normalizers
+from transformers import AutoModelForMaskedLM, AutoTokenizer, BertForMaskedLM, TrainerCallback
 
 from trainers.data.prepare import PrepareConfig, prepare
 from trainers.revela import DataArguments, ModelArguments, train
@@ -70,6 +71,14 @@ def sequences_folder(text_folder, tiny_bert_folder, tmp_path_factory) -> Path:
     )
     prepare(config)
     return out
+
+
+@pytest.fixture(scope="session")
+def no_accents(tiny_lm_folder):
+    """A tokenizer to which accents alone are nothing."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm_folder)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])
+    return tokenizer
 
 
 class Watch(TrainerCallback):

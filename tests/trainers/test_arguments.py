@@ -156,6 +156,13 @@ def test_broken_yaml_names_file_and_line(tmp_path):
         parse(str(tmp_path / "r.yaml"))
 
 
+@pytest.mark.parametrize("text", ["[" * 3000, "max_length: " + "9" * 5000, "v_norm: !!bool x", "a: !!timestamp x"])
+def test_what_pyyaml_trips_over_names_the_file(tmp_path, text):
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(ValueError, match="r.yaml is no YAML"):
+        parse(str(tmp_path / "r.yaml"))
+
+
 def test_unknown_recipe_fields_are_all_named(recipe):
     with pytest.raises(ValueError, match="no field 3, 'help', 'temprature'"):
         parse(recipe("temprature: 1\nhelp: true\n3: x"))

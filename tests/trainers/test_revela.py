@@ -95,6 +95,18 @@ def test_groups_that_blank_chunks_leave_nothing_to_attend_to_are_left_out_and_co
         load_train_set(DataArguments(train_sets=[str(path)]), seed=0)
 
 
+def test_groups_whose_chunks_have_no_token_are_left_out(tmp_path, no_accents, caplog):
+    """An accent alone is a character but no token to a tokenizer that strips accents; a dash is one."""
+    groups = [["a b", "c d"], ["words", "\u0301"], ["\u0301\u0302", " "], ["-", "\u0301", "é"]]
+    path = tmp_path / "groups.jsonl"
+    path.write_text("\n".join(map(json.dumps, groups)))
+    with caplog.at_level("WARNING", logger="trainers"):
+        kept = load_train_set(DataArguments(train_sets=[str(path)]), 0, no_accents)
+    assert [row["texts"] for row in kept] == [groups[0], groups[3]]
+    assert "2 of 4 groups are left out" in caplog.text
+    assert len(load_train_set(DataArguments(train_sets=[str(path)]), 0)) == 3
+
+
 def test_a_whole_set_is_not_copied(sets):
     groups = load_groups(sets[0])
     assert drop_blank_groups(groups) is groups
