@@ -232,8 +232,8 @@ def _read_msmarco(path: Path, split: str) -> tuple[dict[str, str], dict[str, str
             raise DataError(f"{files['qrels']} names the query {query}, which has no text in {files['queries']}.")
         if unknown := documents - corpus.keys():
             raise DataError(
-                f"{files['qrels']} names the document {min(unknown)}, which is not in the collection: the files do not "
-                "belong together."
+                f"{files['qrels']} names the document {min(unknown)}, which is not in the collection: the files do "
+                "not belong together."
             )
     return corpus, queries, relevant
 

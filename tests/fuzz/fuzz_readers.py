@@ -1,5 +1,5 @@
 """
-Feeds the readers with files that are damaged in every way Hypothesis thinks of: `make fuzz`, or FUZZ_SECONDS=20 make fuzz.
+Feeds the readers with files damaged in every way that Hypothesis thinks of: `make fuzz`, or FUZZ_SECONDS=20 make fuzz.
 
 Each example is a folder of files, most of them valid ones that were cut, spliced and spiced. A reader has to give a
 result that is sound, or a ValueError or OSError that names a file of the folder: nothing else, no hang, no row lost.
@@ -50,7 +50,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SPICE = [
     b"\xef\xbb\xbf", b"\0", b"\xff\xfe", b"\xed\xa0\x80", b"\\ud800", b'"', b"'", b"\\", b"\r", b"\n", b"\n\n", b"\t",
     b",", b"{", b"}", b"[", b"]", b":", b"- ", b"null", b"true", b"1e999", b"9" * 5000, b"[" * 3000, b'{"a":' * 3000,
-    b"<pre>" * 500, b"x" * 200_000, b"\x1f\x8b", b"&a", b"*a", b"!!python/name:os.system", b"!!bool x", b"!!timestamp x", b"..", b"/", "\u2028é".encode(),
+    b"<pre>" * 500, b"x" * 200_000, b"\x1f\x8b", b"&a", b"*a", b"!!python/name:os.system", b"!!bool x",
+    b"!!timestamp x", b"..", b"/", "\u2028é".encode(),
 ]  # fmt: skip
 TEXT = st.one_of(
     st.text(st.characters(), max_size=20),  # every code point, halves of surrogate pairs included

@@ -134,8 +134,8 @@ def _name_if_old(folder: Path) -> None:
     days = (time.time() - written) / 86_400
     if days > 1:
         print(
-            f"{readable(folder)} of another machine was last written to {days:.0f} days ago; if nothing runs there any "
-            "more, remove it.",
+            f"{readable(folder)} of another machine was last written to {days:.0f} days ago; if nothing runs there "
+            "any more, remove it.",
             file=sys.stderr,
         )
 
