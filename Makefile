@@ -3,6 +3,7 @@
 #   make demo DEMO_ARGS="--minutes 60"
 #   make demo-retromae              pre-train MiniLM, fine-tune it, and compare with no pre-training and a masked LM
 #   make test                       what CI runs      make test-slow   the rest
+#   make fuzz FUZZ_SECONDS=300      damaged files for every reader; make fuzz FUZZ_READERS=groups for one
 #   make quality                    lint and format check
 #   make venv PYTHON=python3.12     only the environment
 
@@ -19,12 +20,14 @@ TEST_JOBS  ?= 2
 PYTEST     := $(TEST_ENV) $(PY) -m pytest -n $(TEST_JOBS) --dist worksteal
 PYTEST_ARGS ?=
 DEMO_ARGS  ?=
+FUZZ_SECONDS ?= 300
+FUZZ_READERS ?=
 
-.PHONY: help venv demo demo-retromae test test-slow quality
+.PHONY: help venv demo demo-retromae test test-slow fuzz quality
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -7
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -8
 
 venv: $(STAMP)
 
@@ -39,6 +42,10 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+# What fails is shrunk, printed, and tried first by the next run (.hypothesis/fuzz).
+fuzz: $(STAMP)
+	$(TEST_ENV) FUZZ_SECONDS=$(FUZZ_SECONDS) $(PY) -m tests.fuzz.fuzz_readers $(FUZZ_READERS)
 
 quality: $(STAMP)
 	$(PY) -m ruff check .

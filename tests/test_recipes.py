@@ -81,7 +81,7 @@ def test_recipe_parses_to_what_it_says(path):
 def test_recipe_holds_the_settings_of_the_paper(path):
     model, data, training = parse(path)
     assert model.retriever_lora_r == model.lm_lora_r == 256
-    assert (model.temperature, model.similarity_dtype, model.in_batch_gate) == (1e-4, "bfloat16", False)
+    assert (model.similarity_temperature, model.similarity_dtype, model.in_batch_gate) == (1e-4, "bfloat16", False)
     assert (model.query_prompt, model.document_prompt) == ("query: ", "passage: ")
     assert (training.learning_rate, training.warmup_steps, training.lr_scheduler_type) == (1e-4, 100, "linear")
     assert 4 * training.gradient_accumulation_steps * training.per_device_train_batch_size == 32
@@ -182,8 +182,10 @@ def test_commands_in_comments_of_retromae_recipes_hold(path):
 
 
 def test_command_line_wins_over_recipe():
-    model, data, training = parse(RECIPES[0], "--temperature", "0.01", "--train_sets", "a", "b", "--max_steps", "7")
-    assert (model.temperature, data.train_sets, training.max_steps) == (0.01, ["a", "b"], 7)
+    model, data, training = parse(
+        RECIPES[0], "--similarity_temperature", "0.01", "--train_sets", "a", "b", "--max_steps", "7"
+    )
+    assert (model.similarity_temperature, data.train_sets, training.max_steps) == (0.01, ["a", "b"], 7)
 
 
 def test_unknown_field_is_an_error(tmp_path):

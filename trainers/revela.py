@@ -26,7 +26,7 @@ from trainers.backbones import check_positions, fit_vocabulary, say_once
 from trainers.checkpoints import last_checkpoint
 from trainers.checks import cap_workers, check_at_least, check_dtype, check_lora, check_steps, check_weights
 from trainers.data.collator import GroupCollator
-from trainers.data.prepared import load_groups, mix_groups
+from trainers.data.prepared import load_groups, mix_sets
 from trainers.revela_trainer import RevelaTrainer, RevelaTrainingArguments
 
 
@@ -38,8 +38,9 @@ class ModelArguments:
     lm_name_or_path: str | None = field(
         default=None, metadata={"help": "The causal LM trained along: Hub id or folder. The retriever's, if left out."}
     )
-    retriever_pooling: str = field(
-        default="eos", metadata={"help": "eos (last token; for decoders), cls or mean (for encoders)."}
+    pooling: str = field(
+        default="eos",
+        metadata={"help": "The retriever's embedding: eos (last token; for decoders), cls or mean (for encoders)."},
     )
     retriever_lora_r: int = field(default=0, metadata={"help": "LoRA rank for the retriever; 0 trains all weights."})
     retriever_lora_alpha: int | None = field(default=None, metadata={"help": "LoRA alpha; the rank, if left out."})
@@ -58,7 +59,9 @@ class ModelArguments:
     in_batch_gate_init: float = field(default=0.05, metadata={"help": "Where the gates start."})
     include_diagonal: bool = field(default=False, metadata={"help": "Let a chunk attend to itself too (ablation)."})
     dual_loss: bool = field(default=False, metadata={"help": "Add the plain next-token loss to the loss."})
-    temperature: float = field(default=1e-4, metadata={"help": "Temperature of the softmax over similarities."})
+    similarity_temperature: float = field(
+        default=1e-4, metadata={"help": "Temperature of the softmax over similarities."}
+    )
     trainable_temperature: bool = field(default=False, metadata={"help": "Learn the temperature."})
     similarity_dtype: str = field(
         default="float32",
@@ -104,11 +107,10 @@ class ModelArguments:
         same = (
             "freeze_lm", "v_norm", "in_batch_gate", "in_batch_gate_init", "include_diagonal", "dual_loss",
             "trainable_temperature", "similarity_dtype", "similarity_span", "similarity_span_ratio", "weight_floor",
-            "query_prompt", "document_prompt", "embed_batch_size", "save_backbones",
+            "query_prompt", "document_prompt", "embed_batch_size", "save_backbones", "pooling",
+            "similarity_temperature",
         )  # fmt: skip
         return {name: getattr(self, name) for name in same} | {
-            "pooling": self.retriever_pooling,
-            "similarity_temperature": self.temperature,
             "retriever_lora": self.lora("retriever"),
             "lm_lora": self.lora("lm"),
         }
@@ -172,15 +174,13 @@ def load_tokenizers(arguments: ModelArguments):
     """The retriever's tokenizer, which appends EOS where the pooling needs it, and the LM's own."""
     names = (arguments.retriever_name_or_path, arguments.lm_name_or_path or arguments.retriever_name_or_path)
     retriever, lm = (AutoTokenizer.from_pretrained(name, trust_remote_code=False) for name in names)
-    if arguments.retriever_pooling == "eos":
+    if arguments.pooling == "eos":
         retriever = append_eos(retriever)
     return retriever, lm
 
 
-def load_train_set(
-    arguments: DataArguments, seed: int, lm_tokenizer: PreTrainedTokenizerBase | None = None
-) -> Dataset:
-    """All prepared sets as one, mixed by weight, split to `group_size` chunks a group; see `drop_blank_groups`."""
+def load_train_set(arguments: DataArguments, seed: int) -> Dataset:
+    """All prepared sets as one, mixed by weight, split to `group_size` chunks a group."""
     names, weights = arguments.train_sets, arguments.train_weights
     if not names:
         raise ValueError("`train_sets` is empty: name at least one folder that `revela-hub prepare` wrote.")
@@ -193,14 +193,14 @@ def load_train_set(
                 f"`full_span_sources` names {unknown[0]!r}, but the train sets' sources are {', '.join(sources)}."
             )
     if len(sets) > 1:
-        sets = [mix_groups(sets, [len(groups) for groups in sets] if weights is None else weights, seed)]
-    return drop_blank_groups(split_groups(sets[0], arguments.group_size), lm_tokenizer)
+        sets = [mix_sets(sets, [len(groups) for groups in sets] if weights is None else weights, seed)]
+    return split_groups(sets[0], arguments.group_size)
 
 
-def load_validation_set(arguments: DataArguments, lm_tokenizer: PreTrainedTokenizerBase | None = None) -> Dataset:
+def load_validation_set(arguments: DataArguments) -> Dataset:
     """The held-out groups that are evaluated, split as the training's are."""
     groups = load_groups(arguments.validation_set or arguments.train_sets[0], "validation")
-    groups = drop_blank_groups(split_groups(groups, arguments.group_size), lm_tokenizer)
+    groups = split_groups(groups, arguments.group_size)
     return groups.select(range(min(len(groups), arguments.validation_groups)))
 
 
@@ -232,12 +232,10 @@ def split_groups(groups: Dataset, group_size: int | None) -> Dataset:
     return groups.map(split, batched=True, remove_columns=groups.column_names, desc="Splitting groups")
 
 
-def drop_blank_groups(groups: Dataset, lm_tokenizer: PreTrainedTokenizerBase | None = None) -> Dataset:
+def drop_blank_groups(groups: Dataset, lm_tokenizer: PreTrainedTokenizerBase) -> Dataset:
     """
-    Without the groups of which fewer than two chunks have anything to read: a chunk needs another to attend to.
-
-    Args:
-        lm_tokenizer: to it a chunk without a token (of accents alone, say) is blank as well.
+    Without the groups of which fewer than two chunks have a character, and a token of the LM, which may drop accents
+    or control characters: a chunk needs another to attend to.
     """
     counts = []
     for batch in groups.select_columns("texts").with_format("arrow").iter(1000):
@@ -246,7 +244,7 @@ def drop_blank_groups(groups: Dataset, lm_tokenizer: PreTrainedTokenizerBase | N
         readable = pc.match_substring_regex(texts.flatten(), r"[\pL\pN]").to_numpy(zero_copy_only=False)
         doubtful = np.flatnonzero(~readable)
         for place, text in zip(doubtful, texts.flatten().take(doubtful).to_pylist(), strict=True):
-            readable[place] = text.strip() and (lm_tokenizer is None or lm_tokenizer(text)["input_ids"])
+            readable[place] = text.strip() and lm_tokenizer(text)["input_ids"]
         rows = pc.list_parent_indices(texts).to_numpy()[readable]
         counts.append(np.bincount(rows, minlength=len(texts)))
     kept = np.flatnonzero(np.concatenate(counts) >= 2)
@@ -268,13 +266,16 @@ def make_trainer(
     set_seed(args.seed)
 
     # 1. Data: prepared groups, mixed by weight; held-out documents for validation.
-    retriever_tokenizer, lm_tokenizer = load_tokenizers(model_args)
-    train_set = load_train_set(data_args, args.seed, lm_tokenizer)
+    train_set = load_train_set(data_args, args.seed)
     validation = None
     if args.do_eval or args.eval_strategy != "no":
-        validation = load_validation_set(data_args, lm_tokenizer)
+        validation = load_validation_set(data_args)
 
-    # 2. Model and what feeds it.
+    # 2. Model and tokenizers.
+    retriever_tokenizer, lm_tokenizer = load_tokenizers(model_args)
+    train_set = drop_blank_groups(train_set, lm_tokenizer)
+    if validation is not None:
+        validation = drop_blank_groups(validation, lm_tokenizer)
     collator = GroupCollator(
         retriever_tokenizer,
         lm_tokenizer,

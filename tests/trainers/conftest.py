@@ -100,9 +100,11 @@ def run_training(tiny_lm_folder, prepared_folder):
     """Trains the tiny Llama as both halves for a few steps; options of the three config classes override."""
 
     def run(output_dir: Path, model=None, data=None, callbacks=None, **training) -> RevelaTrainer:
-        model = {"retriever_name_or_path": str(tiny_lm_folder), "temperature": 0.01, "in_batch_gate": True} | (
-            model or {}
-        )
+        model = {
+            "retriever_name_or_path": str(tiny_lm_folder),
+            "similarity_temperature": 0.01,
+            "in_batch_gate": True,
+        } | (model or {})
         data = {"train_sets": [str(prepared_folder)], "max_length": 96, "validation_groups": 6} | (data or {})
         training = {
             "output_dir": str(output_dir),

@@ -32,7 +32,8 @@ COMMON = {
     "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "lr_scheduler_type": "cosine",
 }  # fmt: skip
 REVELA = COMMON | {
-    "temperature": 0.01, "in_batch_gate": "true", "max_length": 96, "validation_groups": 4, "embed_batch_size": 7,
+    "similarity_temperature": 0.01, "in_batch_gate": "true", "max_length": 96, "validation_groups": 4,
+    "embed_batch_size": 7,
 }  # fmt: skip
 # Of Adam with a large epsilon an update is as near as the gradients are.
 ADAM = {"learning_rate": 2e-2, "adam_epsilon": 1e-3, "weight_decay": 0.01}
@@ -53,7 +54,7 @@ def bert_folder(tiny_bert_folder, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def jobs(tiny_lm_folder, bert_folder, mlm_folder, prepared_folder, sequences_folder):
     """Method and options of each run."""
-    two = {"retriever_name_or_path": bert_folder, "lm_name_or_path": tiny_lm_folder, "retriever_pooling": "mean"}
+    two = {"retriever_name_or_path": bert_folder, "lm_name_or_path": tiny_lm_folder, "pooling": "mean"}
     lora = {"retriever_lora_r": 4, "lm_lora_r": 4, "trainable_temperature": "true", "gradient_checkpointing": "true"}
     return {
         "full": ("revela", REVELA | SGD | {"retriever_name_or_path": tiny_lm_folder, "train_sets": prepared_folder}),

@@ -214,7 +214,7 @@ def _check_groups(dataset: Dataset, path: Path) -> None:
         raise DataError(f"{path}, group {unequal}: texts and doc_ids differ in length; prepare the set again.")
 
 
-def mix_groups(datasets: Sequence[Dataset], weights: Sequence[float], seed: int) -> Dataset:
+def mix_sets(datasets: Sequence[Dataset], weights: Sequence[float], seed: int) -> Dataset:
     """Mix several prepared sets, so that each provides its weight's share of the rows.
 
     No row is repeated: the mix is the largest in which the set that runs out first keeps its share; of the others

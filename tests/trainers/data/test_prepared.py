@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset
 
 from trainers.data.prepare import SCHEMA, PrepareConfig, prepare
-from trainers.data.prepared import load_groups, mix_groups
+from trainers.data.prepared import load_groups, mix_sets
 from trainers.data.readers import DataError
 
 
@@ -221,7 +221,7 @@ def groups(name: str, count: int) -> Dataset:
     ],
 )
 def test_a_mix_has_its_weights_and_repeats_nothing(sizes, weights, expected):
-    mixed = mix_groups([groups(name, size) for name, size in zip("abc", sizes, strict=False)], weights, seed=0)
+    mixed = mix_sets([groups(name, size) for name, size in zip("abc", sizes, strict=False)], weights, seed=0)
     assert tuple(Counter(mixed["source"]).values()) == tuple(
         Counter({name: count for name, count in zip("abc", expected, strict=False)})[name]
         for name in dict.fromkeys(mixed["source"])
@@ -232,9 +232,9 @@ def test_a_mix_has_its_weights_and_repeats_nothing(sizes, weights, expected):
 
 def test_a_mix_depends_on_the_seed_only():
     sets = [groups("a", 100), groups("b", 50)]
-    first = mix_groups(sets, [1, 1], seed=1)[:]
-    assert first == mix_groups(sets, [2, 2], seed=1)[:]
-    assert first != mix_groups(sets, [1, 1], seed=2)[:]
+    first = mix_sets(sets, [1, 1], seed=1)[:]
+    assert first == mix_sets(sets, [2, 2], seed=1)[:]
+    assert first != mix_sets(sets, [1, 1], seed=2)[:]
     assert first["source"] != sorted(first["source"])
     taken = {texts[0] for texts in first["texts"] if texts[0].startswith("a")}
     assert taken != {f"a{index}" for index in range(50)}  # a random part, not the first
@@ -243,4 +243,4 @@ def test_a_mix_depends_on_the_seed_only():
 @pytest.mark.parametrize("weights", [[1], [1, 0], [1, -1], [1, float("nan")]])
 def test_wrong_weights_are_errors(weights):
     with pytest.raises(ValueError, match="weight"):
-        mix_groups([groups("a", 5), groups("b", 5)], weights, seed=0)
+        mix_sets([groups("a", 5), groups("b", 5)], weights, seed=0)
