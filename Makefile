@@ -2,7 +2,8 @@
 #   make demo                       train, export, evaluate and search with SmolLM2-135M on the standard library
 #   make demo DEMO_ARGS="--minutes 60"
 #   make demo-retromae              pre-train MiniLM, fine-tune it, and compare with no pre-training and a masked LM
-#   make test                       what CI runs      make test-slow   the rest
+#   make test                       what every change is tested with
+#   make test-processes             training in several processes, which CI runs as well      make test-slow   the rest
 #   make fuzz FUZZ_SECONDS=300      damaged files for every reader; make fuzz FUZZ_READERS=groups for one
 #   make quality                    lint and format check
 #   make venv PYTHON=python3.12     only the environment
@@ -23,11 +24,11 @@ DEMO_ARGS  ?=
 FUZZ_SECONDS ?= 300
 FUZZ_READERS ?=
 
-.PHONY: help venv demo demo-retromae test test-slow fuzz quality
+.PHONY: help venv demo demo-retromae test test-processes test-slow fuzz quality
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -8
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -9
 
 venv: $(STAMP)
 
@@ -39,6 +40,9 @@ demo-retromae: $(STAMP)
 
 test: $(STAMP)
 	$(PYTEST) $(PYTEST_ARGS)
+
+test-processes: $(STAMP)
+	$(PYTEST) -m processes $(PYTEST_ARGS)
 
 test-slow: $(STAMP)
 	$(PYTEST) -m slow $(PYTEST_ARGS)

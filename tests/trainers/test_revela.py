@@ -82,7 +82,7 @@ def test_sets_mix_by_their_sizes_or_by_weight(sets):
 def test_groups_that_blank_chunks_leave_nothing_to_attend_to_are_left_out_and_counted(tmp_path, no_accents, caplog):
     # An accent alone is a character, but no token to a tokenizer that strips accents; a dash is one.
     groups = [["a b", "c d"], ["words", " "], ["", "\u3000\n"], ["e", " ", "f"], ["g", "h", "", " "], ["i", "\u0301"]]
-    groups += [["-", "\u0301", "é"]]
+    groups += [["-.-", "\u0301", "é"]]
     path = tmp_path / "groups.jsonl"
     path.write_text("\n".join(map(json.dumps, groups)))
     with caplog.at_level("WARNING", logger="trainers"):

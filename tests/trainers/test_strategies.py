@@ -17,6 +17,8 @@ from transformers import AutoConfig, BertModel
 from modeling_revela import RevelaForPreTraining
 from trainers.launching import Launch
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "trainers" / "accelerate_configs"
 STRATEGIES = {
