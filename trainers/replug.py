@@ -72,7 +72,8 @@ class ModelArguments:
         """The fields of `RevelaConfig`."""
         same = (
             "freeze_lm", "include_diagonal", "similarity_dtype", "similarity_span", "similarity_span_ratio",
-            "query_prompt", "document_prompt", "embed_batch_size", "save_backbones", "pooling", "similarity_temperature",
+            "query_prompt", "document_prompt", "embed_batch_size", "save_backbones", "pooling",
+            "similarity_temperature",
         )  # fmt: skip
         return {name: getattr(self, name) for name in same} | {
             "retriever_lora": lora_fields(self, "retriever"),
