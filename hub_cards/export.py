@@ -13,7 +13,6 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -27,6 +26,7 @@ from modeling_revela.modeling_revela_lm import add_lora
 
 MAX_LENGTH = 2048
 DTYPES = ("float32", "bfloat16", "float16")
+PARTS = ("retriever", "lm")
 POOLINGS = ("cls", "mean")
 RECORD = "revela_export.json"
 """What an export names its own files in, by which a later one knows what it may replace."""
@@ -37,7 +37,7 @@ def export(
     out: str | Path,
     *,
     adapter_only: bool = False,
-    lm: bool = False,
+    part: str = "retriever",
     pooling: str | None = None,
     dtype: str = "float32",
     max_length: int = MAX_LENGTH,
@@ -56,9 +56,9 @@ def export(
         checkpoint: what `trainers/revela.py` or `trainers/retromae.py` wrote: a `checkpoint-N` folder or the output
             folder itself.
         out: the folder to write; written beside and renamed, so that it is whole or not there.
-        adapter_only: write the PEFT adapter as the authors release it, without base weights.
-        lm: Revela only: write the LM instead, a stock causal LM with its adapters merged and its own tokenizer. Its
-            generation settings are those of the LM that training began with, where that can still be read.
+        adapter_only: write the part's PEFT adapter as the authors release the retriever's, without base weights.
+        part: `"retriever"`, or for Revela `"lm"`: a stock causal LM with its adapters merged, its own tokenizer and
+            the generation settings of the LM that training began with.
         pooling: RetroMAE only: `"cls"` or `"mean"` instead of what it was trained with.
         dtype: precision of the written weights.
         max_length: tokens a text may have; less where the backbone or its tokenizer takes fewer.
@@ -84,14 +84,14 @@ def export(
         raise ValueError(f"{checkpoint} was trained with a pooling of its own: leave `pooling` out.")
     if pooling not in (None, *POOLINGS):
         raise ValueError(f"No pooling {pooling!r}: choose one of {', '.join(POOLINGS)}.")
-    if lm and kind == "retromae":
-        raise ValueError(f"{checkpoint} is RetroMAE's, which trains no LM: leave `lm` out.")
-    if lm and adapter_only:
-        raise ValueError("`lm` writes the LM whole, `adapter_only` the retriever's adapter alone: choose one.")
+    if part not in PARTS:
+        raise ValueError(f"No part {part!r}: choose one of {', '.join(PARTS)}.")
+    if part == "lm" and kind == "retromae":
+        raise ValueError(f"{checkpoint} is RetroMAE's, which trains no LM: its only part is the retriever.")
     check_folder(checkpoint)
     options = {"dtype": getattr(torch, dtype), "max_length": max_length}
-    if lm:
-        write = _lm_writer(checkpoint, options["dtype"])
+    if part == "lm":
+        write = _lm_writer(checkpoint, adapter_only, options["dtype"])
     elif kind == "retromae":
         write = _retromae_writer(checkpoint, adapter_only, pooling, options)
     else:
@@ -211,22 +211,25 @@ def _revela_writer(checkpoint: Path, adapter_only: bool, options: dict) -> Calla
             f"The tokenizer in {checkpoint} appends no EOS, which the retriever's embedding is read from."
         )
     if adapter_only:
-        return lambda folder: _write_adapter(model, tokenizer, folder)
+        wrapped = _peft_retriever(model)
+        return lambda folder: _write_adapter(wrapped, tokenizer, folder)
     return lambda folder: publish(model, tokenizer, folder, **options)
 
 
-def _lm_writer(checkpoint: Path, dtype: torch.dtype) -> Callable:
+def _lm_writer(checkpoint: Path, adapter_only: bool, dtype: torch.dtype) -> Callable:
     tokenizer = lm_tokenizer(checkpoint)
     model = _LMAlone.from_pretrained(checkpoint, dtype=torch.float32)
     config = model.config
-    lm = _peft_model(AutoModelForCausalLM, model.lm.backbone, config.lm_lora, config.lm_name_or_path)
+    source = config.lm_name_or_path, config.lm_revision
+    lm = _peft_model(AutoModelForCausalLM, model.lm.backbone, config.lm_lora, *source)
+    if adapter_only:
+        return lambda folder: _write_adapter(lm, tokenizer, folder)
     lm = lm if config.lm_lora is None else lm.merge_and_unload()
     try:
-        settings = GenerationConfig.from_pretrained(config.lm_name_or_path or checkpoint)
-        settings.validate(strict=True)
-        lm.generation_config = settings
-    except (OSError, ValueError):
-        pass  # There are none, or such as transformers no longer writes: those that follow from the config stay.
+        model.lm.generation_config.validate(strict=True)
+        lm.generation_config = model.lm.generation_config
+    except ValueError:
+        pass  # Such as transformers no longer writes: those that follow from the config stay.
     return lambda folder: write_lm(lm, tokenizer, folder, dtype)
 
 
@@ -238,10 +241,11 @@ def merged_retriever(model: RevelaForPreTraining) -> PreTrainedModel:
 
 def _peft_retriever(model: RevelaForPreTraining):
     config = model.config
-    return _peft_model(AutoModel, model.retriever, config.retriever_lora, config.retriever_name_or_path)
+    source = config.retriever_name_or_path, config.retriever_revision
+    return _peft_model(AutoModel, model.retriever, config.retriever_lora, *source)
 
 
-def _peft_model(auto_class: type, half: PreTrainedModel, lora: dict | None, source: str | None):
+def _peft_model(auto_class: type, half: PreTrainedModel, lora: dict | None, source: str | None, revision: str | None):
     """A stock backbone with the trained weights of a half, wrapped by peft where there are adapters."""
     stock = auto_class.from_config(half.config, dtype=half.dtype, trust_remote_code=False)
     weights = half.state_dict()
@@ -252,7 +256,8 @@ def _peft_model(auto_class: type, half: PreTrainedModel, lora: dict | None, sour
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
     task = "FEATURE_EXTRACTION" if auto_class is AutoModel else "CAUSAL_LM"
-    settings = LoraConfig(base_model_name_or_path=source, task_type=task, inference_mode=True, **lora)
+    base = {"base_model_name_or_path": source, "revision": revision}
+    settings = LoraConfig(**{**lora, **base, "task_type": task, "inference_mode": True})
     wrapped = get_peft_model(stock, settings)
     adapters = {
         f"base_model.model.{name.replace('.default.', '.')}": value
@@ -267,10 +272,9 @@ def _peft_model(auto_class: type, half: PreTrainedModel, lora: dict | None, sour
     return wrapped.eval()
 
 
-def _write_adapter(model: RevelaForPreTraining, tokenizer, folder: Path) -> None:
-    if model.config.retriever_lora is None:
-        raise ValueError("The retriever was trained without LoRA, so there is no adapter: export it whole.")
-    wrapped = _peft_retriever(model)
+def _write_adapter(wrapped, tokenizer, folder: Path) -> None:
+    if not hasattr(wrapped, "peft_config"):
+        raise ValueError("This part was trained without LoRA, so there is no adapter: export it whole.")
     wrapped.save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
     saved = load_file(folder / "adapter_model.safetensors")
@@ -296,4 +300,14 @@ def publish(
     )
 
 
-__all__ = ["DTYPES", "MAX_LENGTH", "POOLINGS", "RECORD", "export", "lm_tokenizer", "merged_retriever", "publish"]
+__all__ = [
+    "DTYPES",
+    "MAX_LENGTH",
+    "PARTS",
+    "POOLINGS",
+    "RECORD",
+    "export",
+    "lm_tokenizer",
+    "merged_retriever",
+    "publish",
+]
