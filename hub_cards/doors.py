@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import modeling_revela.modeling_revela as remote_code
 from hub_cards.backbones import positions
 from hub_cards.eos_tokenizer import save_tokenizer
+from hub_cards.recorded import record_embeddings, record_lm
 
 _POOLING = {"eos": "lasttoken", "cls": "cls_token", "mean": "mean_tokens"}
 
@@ -58,6 +59,10 @@ def write_doors(
     _write_sentence_transformers_files(model.config, folder)
     _write_for_older_releases(folder)
     copy_code(folder)
+    prompts = {"query": query_prompt, "document": document_prompt}
+    record_embeddings(
+        model, tokenizer, folder, kind="retriever", pooling=pooling, prompts=prompts, max_length=max_length
+    )
 
 
 def write_lm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype) -> None:
@@ -72,6 +77,7 @@ def write_lm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder:
     model.save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
     _write_for_older_releases(folder)
+    record_lm(model, tokenizer, folder)
 
 
 def refuse_non_finite(weights: dict[str, torch.Tensor]) -> None:

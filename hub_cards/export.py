@@ -18,9 +18,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from hub_cards.backbones import positions
 from hub_cards.checkpoints import check_folder, model_type
 from hub_cards.doors import refuse_non_finite, write_doors, write_lm
 from hub_cards.eos_tokenizer import ends_with_eos, save_tokenizer
+from hub_cards.recorded import record_embeddings
 from modeling_retromae import RetroMAEForPreTraining
 from modeling_revela import RevelaConfig, RevelaForCausalLM, RevelaForPreTraining, RevelaPreTrainedModel
 from modeling_revela.modeling_revela_lm import add_lora
@@ -277,6 +279,12 @@ def _write_adapter(model: RevelaForPreTraining, tokenizer, folder: Path) -> None
     refuse_non_finite(saved)
     if not saved or not any(value.abs().sum() > 0 for name, value in saved.items() if "lora_B" in name):
         raise ValueError("The adapter is empty or was never trained: every B matrix is zero.")
+    config = model.config
+    prompts = {"query": config.query_prompt, "document": config.document_prompt}
+    lengths = (MAX_LENGTH, tokenizer.model_max_length, positions(model.retriever) or MAX_LENGTH)
+    record_embeddings(
+        wrapped, tokenizer, folder, kind="adapter", pooling=config.pooling, prompts=prompts, max_length=min(lengths)
+    )
 
 
 def publish(

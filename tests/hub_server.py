@@ -284,7 +284,9 @@ class _Hub(_Handler):
                     self.repository = self.readable(values["repo_id"])
                 getattr(self, name)(**values)
                 return
-        raise Refusal(404, "Not Found")
+        # The name of a model without an organisation, as those of the first days have.
+        is_model = re.match(r"/api/models/|/[^/]+/resolve/", self.path)
+        raise Refusal(404, "Not Found", "RepoNotFound" if is_model else None)
 
     # Who may what
 
