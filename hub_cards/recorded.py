@@ -1,8 +1,8 @@
 """
 What a published folder is known by: a few texts and what the model made of them before it was written.
 
-The record, `revela_check.json`, travels with the folder. `open_doors` loads a folder or a repository of the Hub in every
-way that it is meant to be loaded, and measures how far each is from the record.
+The record, `revela_check.json`, travels with the folder. `open_doors` loads a folder or a repository of the Hub in
+every way that it is meant to be loaded, and measures how far each is from the record.
 """
 
 import json
@@ -100,7 +100,8 @@ def open_doors(name: str | Path, record: dict, revision: str | None = None) -> d
         revision: of a Hub id.
 
     Returns:
-        Door -> the largest distance to a recorded embedding (0..2), or for a LM the largest difference in nats a token.
+        Door -> the largest distance to a recorded embedding (0..2), or for a LM the largest difference in nats a
+        token.
 
     Raises:
         ValueError: naming the door that does not open, or gives something else than was recorded.

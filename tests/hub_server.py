@@ -66,7 +66,8 @@ class Repository:
         self.commit("main", {".gitattributes": File(ATTRIBUTES, False)}, "initial commit")
 
     def commit(self, branch: str, files: dict[str, File], message: str) -> str:
-        oid = hashlib.sha1(f"{len(self.commits)} {message}".encode()).hexdigest()
+        tree = sorted((path, file.git_oid) for path, file in files.items())
+        oid = hashlib.sha1(f"{len(self.commits)} {message} {tree}".encode()).hexdigest()
         self.commits[oid], self.branches[branch] = files, oid
         self.messages.append(message)
         return oid
