@@ -2,9 +2,12 @@
 
 import os
 import re
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+# Errors that our packages raise say what to do as they are.
+_OURS = ("__main__", "trainers", "hub_cards", "modeling_revela", "modeling_retromae", "revela_hub")
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # Endings of files that we read or write; a dot alone says nothing, as in bge-small-en-v1.5.
 _FILE_ENDINGS = (
@@ -37,9 +40,10 @@ def require_here_or_hub(name: str | Path) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """An error's text; of an error that the Hub, its client or transformers raised, one line that says what to do."""
-    is_theirs = type(error) in (OSError, RuntimeError) or type(error).__module__.startswith("huggingface_hub")
-    return (explain(error) if is_theirs else None) or str(error)
+    """An error's text; of an error of the Hub that other packages raise, one line that says what to do."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    raised_by = frame.f_globals.get("__name__", "").partition(".")[0]
+    return str(error) if raised_by in _OURS else explain(error) or str(error)
 
 
 def explain(error: BaseException) -> str | None:

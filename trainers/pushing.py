@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import HubStrategy
@@ -19,6 +19,8 @@ from trainers.checkpoints import MANIFEST, seal
 
 # Where what is sent lies until it is: a checkpoint may be rotated away before.
 PUSHING = ".pushing"
+# One for all, as it runs what is sent in the background one after the other.
+_API = HfApi(library_name="revela-hub")
 # What a run goes on from, and nobody loads: sent only where `hub_strategy` asks for checkpoints.
 _STATE = {OPTIMIZER_NAME, SCHEDULER_NAME, SCALER_NAME, TRAINER_STATE_NAME, MANIFEST}
 
@@ -79,7 +81,9 @@ class PushingTrainer(Trainer):
         if not blocking:
             return job
         try:
-            return job.result()
+            commit = job.result()
+            shutil.rmtree(folder / PUSHING, ignore_errors=True)
+            return commit
         except Exception as error:
             raise OSError(f"{folder} is saved, but was not pushed to {self.hub_model_id}. {_told(error)}") from error
 
@@ -95,24 +99,21 @@ class PushingTrainer(Trainer):
     ) -> Future:
         """One commit of a folder's files, which is deleted afterwards; a failure is told, and training goes on."""
         files = sorted(path for path in staged.rglob("*") if path.is_file())
-        job = HfApi(library_name="revela-hub").create_commit(
-            self.hub_model_id,
-            [CommitOperationAdd(path.relative_to(staged).as_posix(), path) for path in files],
-            commit_message=message,
-            token=token,
-            revision=revision,
-            run_as_future=True,
-        )
+        operations = [CommitOperationAdd(path.relative_to(staged).as_posix(), path) for path in files]
 
-        def done(job: Future) -> None:
-            shutil.rmtree(staged, ignore_errors=True)
-            if not any(staged.parent.iterdir()):
-                staged.parent.rmdir()
-            if is_told and job.exception() is not None:
-                print(f"{message}: was not pushed to {self.hub_model_id}. {_told(job.exception())}", file=sys.stderr)
+        def commit() -> CommitInfo:
+            try:
+                return _API.create_commit(
+                    self.hub_model_id, operations, commit_message=message, token=token, revision=revision
+                )
+            except Exception as error:
+                if is_told:
+                    print(f"{message}: was not pushed to {self.hub_model_id}. {_told(error)}", file=sys.stderr)
+                raise
+            finally:
+                shutil.rmtree(staged, ignore_errors=True)
 
-        job.add_done_callback(done)
-        return job
+        return _API.run_as_future(commit)
 
 
 def _told(error: BaseException) -> str:
