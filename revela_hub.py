@@ -45,6 +45,14 @@ METHODS = {
         "Fine-tune an encoder or a retriever on queries with relevant documents: dpr, ance, distill.",
         "finetune-msmarco-dpr --model_name_or_path bert-base-uncased --train_set msmarco/",
     ),
+    "replug": (
+        "The rival that distils a frozen LM: which chunk of a group makes which more likely.",
+        "replug-smollm2-135m-wikipedia --train_sets prepared/",
+    ),
+    "contriever": (
+        "The contrastive rival: inverse cloze and crops of the same prepared text.",
+        "contriever-llama-3.2-1b-wikipedia --train_sets prepared/",
+    ),
 }
 
 
@@ -236,10 +244,10 @@ def export_checkpoint(
     adapter_only: Annotated[
         bool, typer.Option("--adapter-only", help="Write the LoRA adapter alone, for peft, as the authors release it.")
     ] = False,
-    lm: Annotated[
-        bool,
-        typer.Option("--lm", help="Write the LM that was trained along, a causal LM with its adapters merged."),
-    ] = False,
+    part: Annotated[
+        str,
+        typer.Option(help="retriever, or Revela's lm: the LM that was trained along, as a stock causal LM."),
+    ] = "retriever",
     pooling: Annotated[
         str | None, typer.Option(help="RetroMAE: cls or mean, instead of what it was trained with.")
     ] = None,
@@ -262,12 +270,13 @@ def export_checkpoint(
     \b
     revela-hub export run/ retriever/
     revela-hub export run/checkpoint-500/ adapter/ --adapter-only
-    revela-hub export run/ lm/ --lm
+    revela-hub export run/ lm/ --part lm
+    revela-hub export run/ lm-adapter/ --part lm --adapter-only
     """
     from hub_cards.export import export
 
     options = {"dtype": dtype, "max_length": max_length, "overwrite": overwrite}
-    export(checkpoint, out, adapter_only=adapter_only, lm=lm, pooling=pooling, **options)
+    export(checkpoint, out, adapter_only=adapter_only, part=part, pooling=pooling, **options)
     typer.echo(f"Wrote {out}")
 
 

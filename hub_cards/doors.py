@@ -1,6 +1,5 @@
 """The files of a published folder: stock weights, tokenizer, and what makes each of its doors open."""
 
-import inspect
 import json
 import shutil
 from pathlib import Path
@@ -8,10 +7,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import modeling_revela.modeling_revela as remote_code
 from hub_cards.backbones import positions
 from hub_cards.eos_tokenizer import save_tokenizer
 from hub_cards.recorded import record_embeddings, record_lm
+from modeling_revela import modeling_revela
 
 _POOLING = {"eos": "lasttoken", "cls": "cls_token", "mean": "mean_tokens"}
 
@@ -91,10 +90,8 @@ def refuse_non_finite(weights: dict[str, torch.Tensor]) -> None:
 
 
 def copy_code(folder: Path) -> None:
-    """Put the code of `RevelaModel` into a published folder, for `trust_remote_code`."""
-    for file in Path(inspect.getfile(remote_code)).parent.glob("*.py"):
-        if file.name != "__init__.py":
-            shutil.copy(file, folder / file.name)
+    """Put the code of `RevelaModel`, a file that needs no other of ours, into a folder, for `trust_remote_code`."""
+    shutil.copy(modeling_revela.__file__, folder)
 
 
 def _write_sentence_transformers_files(config, folder: Path) -> None:

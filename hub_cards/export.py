@@ -13,7 +13,6 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -22,13 +21,14 @@ from hub_cards.backbones import positions
 from hub_cards.checkpoints import check_folder, model_type
 from hub_cards.doors import refuse_non_finite, write_doors, write_lm
 from hub_cards.eos_tokenizer import ends_with_eos, save_tokenizer
-from hub_cards.recorded import record_embeddings
+from hub_cards.recorded import record_embeddings, record_lm
 from modeling_retromae import RetroMAEForPreTraining
 from modeling_revela import RevelaConfig, RevelaForCausalLM, RevelaForPreTraining, RevelaPreTrainedModel
 from modeling_revela.modeling_revela_lm import add_lora
 
 MAX_LENGTH = 2048
 DTYPES = ("float32", "bfloat16", "float16")
+PARTS = ("retriever", "lm")
 POOLINGS = ("cls", "mean")
 RECORD = "revela_export.json"
 """What an export names its own files in, by which a later one knows what it may replace."""
@@ -39,7 +39,7 @@ def export(
     out: str | Path,
     *,
     adapter_only: bool = False,
-    lm: bool = False,
+    part: str = "retriever",
     pooling: str | None = None,
     dtype: str = "float32",
     max_length: int = MAX_LENGTH,
@@ -58,9 +58,9 @@ def export(
         checkpoint: what `trainers/revela.py` or `trainers/retromae.py` wrote: a `checkpoint-N` folder or the output
             folder itself.
         out: the folder to write; written beside and renamed, so that it is whole or not there.
-        adapter_only: write the PEFT adapter as the authors release it, without base weights.
-        lm: Revela only: write the LM instead, a stock causal LM with its adapters merged and its own tokenizer. Its
-            generation settings are those of the LM that training began with, where that can still be read.
+        adapter_only: write the part's PEFT adapter as the authors release the retriever's, without base weights.
+        part: `"retriever"`, or for Revela `"lm"`: a stock causal LM with its adapters merged, its own tokenizer and
+            the generation settings of the LM that training began with.
         pooling: RetroMAE only: `"cls"` or `"mean"` instead of what it was trained with.
         dtype: precision of the written weights.
         max_length: tokens a text may have; less where the backbone or its tokenizer takes fewer.
@@ -86,14 +86,14 @@ def export(
         raise ValueError(f"{checkpoint} was trained with a pooling of its own: leave `pooling` out.")
     if pooling not in (None, *POOLINGS):
         raise ValueError(f"No pooling {pooling!r}: choose one of {', '.join(POOLINGS)}.")
-    if lm and kind == "retromae":
-        raise ValueError(f"{checkpoint} is RetroMAE's, which trains no LM: leave `lm` out.")
-    if lm and adapter_only:
-        raise ValueError("`lm` writes the LM whole, `adapter_only` the retriever's adapter alone: choose one.")
+    if part not in PARTS:
+        raise ValueError(f"No part {part!r}: choose one of {', '.join(PARTS)}.")
+    if part == "lm" and kind == "retromae":
+        raise ValueError(f"{checkpoint} is RetroMAE's, which trains no LM: its only part is the retriever.")
     check_folder(checkpoint)
     options = {"dtype": getattr(torch, dtype), "max_length": max_length}
-    if lm:
-        write = _lm_writer(checkpoint, options["dtype"])
+    if part == "lm":
+        write = _lm_writer(checkpoint, adapter_only, options["dtype"])
     elif kind == "retromae":
         write = _retromae_writer(checkpoint, adapter_only, pooling, options)
     else:
@@ -213,22 +213,41 @@ def _revela_writer(checkpoint: Path, adapter_only: bool, options: dict) -> Calla
             f"The tokenizer in {checkpoint} appends no EOS, which the retriever's embedding is read from."
         )
     if adapter_only:
-        return lambda folder: _write_adapter(model, tokenizer, folder)
+        wrapped, config = _peft_retriever(model), model.config
+        lengths = (options["max_length"], tokenizer.model_max_length, positions(model.retriever) or MAX_LENGTH)
+        how = {
+            "pooling": config.pooling,
+            "prompts": {"query": config.query_prompt, "document": config.document_prompt},
+            "max_length": min(lengths),
+        }
+
+        def write(folder: Path) -> None:
+            _write_adapter(wrapped, tokenizer, folder)
+            record_embeddings(wrapped, tokenizer, folder, kind="adapter", **how)
+
+        return write
     return lambda folder: publish(model, tokenizer, folder, **options)
 
 
-def _lm_writer(checkpoint: Path, dtype: torch.dtype) -> Callable:
+def _lm_writer(checkpoint: Path, adapter_only: bool, dtype: torch.dtype) -> Callable:
     tokenizer = lm_tokenizer(checkpoint)
     model = _LMAlone.from_pretrained(checkpoint, dtype=torch.float32)
     config = model.config
-    lm = _peft_model(AutoModelForCausalLM, model.lm.backbone, config.lm_lora, config.lm_name_or_path)
+    source = config.lm_name_or_path, config.lm_revision
+    lm = _peft_model(AutoModelForCausalLM, model.lm.backbone, config.lm_lora, *source)
+    if adapter_only:
+
+        def write(folder: Path) -> None:
+            _write_adapter(lm, tokenizer, folder)
+            record_lm(lm, tokenizer, folder, kind="lm-adapter")
+
+        return write
     lm = lm if config.lm_lora is None else lm.merge_and_unload()
     try:
-        settings = GenerationConfig.from_pretrained(config.lm_name_or_path or checkpoint)
-        settings.validate(strict=True)
-        lm.generation_config = settings
-    except (OSError, ValueError):
-        pass  # There are none, or such as transformers no longer writes: those that follow from the config stay.
+        model.lm.generation_config.validate(strict=True)
+        lm.generation_config = model.lm.generation_config
+    except ValueError:
+        pass  # Such as transformers no longer writes: those that follow from the config stay.
     return lambda folder: write_lm(lm, tokenizer, folder, dtype)
 
 
@@ -240,10 +259,11 @@ def merged_retriever(model: RevelaForPreTraining) -> PreTrainedModel:
 
 def _peft_retriever(model: RevelaForPreTraining):
     config = model.config
-    return _peft_model(AutoModel, model.retriever, config.retriever_lora, config.retriever_name_or_path)
+    source = config.retriever_name_or_path, config.retriever_revision
+    return _peft_model(AutoModel, model.retriever, config.retriever_lora, *source)
 
 
-def _peft_model(auto_class: type, half: PreTrainedModel, lora: dict | None, source: str | None):
+def _peft_model(auto_class: type, half: PreTrainedModel, lora: dict | None, source: str | None, revision: str | None):
     """A stock backbone with the trained weights of a half, wrapped by peft where there are adapters."""
     stock = auto_class.from_config(half.config, dtype=half.dtype, trust_remote_code=False)
     weights = half.state_dict()
@@ -254,7 +274,8 @@ def _peft_model(auto_class: type, half: PreTrainedModel, lora: dict | None, sour
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
     task = "FEATURE_EXTRACTION" if auto_class is AutoModel else "CAUSAL_LM"
-    settings = LoraConfig(base_model_name_or_path=source, task_type=task, inference_mode=True, **lora)
+    base = {"base_model_name_or_path": source, "revision": revision}
+    settings = LoraConfig(**{**lora, **base, "task_type": task, "inference_mode": True})
     wrapped = get_peft_model(stock, settings)
     adapters = {
         f"base_model.model.{name.replace('.default.', '.')}": value
@@ -269,22 +290,15 @@ def _peft_model(auto_class: type, half: PreTrainedModel, lora: dict | None, sour
     return wrapped.eval()
 
 
-def _write_adapter(model: RevelaForPreTraining, tokenizer, folder: Path) -> None:
-    if model.config.retriever_lora is None:
-        raise ValueError("The retriever was trained without LoRA, so there is no adapter: export it whole.")
-    wrapped = _peft_retriever(model)
+def _write_adapter(wrapped, tokenizer, folder: Path) -> None:
+    if not hasattr(wrapped, "peft_config"):
+        raise ValueError("This part was trained without LoRA, so there is no adapter: export it whole.")
     wrapped.save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
     saved = load_file(folder / "adapter_model.safetensors")
     refuse_non_finite(saved)
     if not saved or not any(value.abs().sum() > 0 for name, value in saved.items() if "lora_B" in name):
         raise ValueError("The adapter is empty or was never trained: every B matrix is zero.")
-    config = model.config
-    prompts = {"query": config.query_prompt, "document": config.document_prompt}
-    lengths = (MAX_LENGTH, tokenizer.model_max_length, positions(model.retriever) or MAX_LENGTH)
-    record_embeddings(
-        wrapped, tokenizer, folder, kind="adapter", pooling=config.pooling, prompts=prompts, max_length=min(lengths)
-    )
 
 
 def publish(
@@ -304,4 +318,14 @@ def publish(
     )
 
 
-__all__ = ["DTYPES", "MAX_LENGTH", "POOLINGS", "RECORD", "export", "lm_tokenizer", "merged_retriever", "publish"]
+__all__ = [
+    "DTYPES",
+    "MAX_LENGTH",
+    "PARTS",
+    "POOLINGS",
+    "RECORD",
+    "export",
+    "lm_tokenizer",
+    "merged_retriever",
+    "publish",
+]

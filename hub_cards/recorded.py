@@ -65,10 +65,10 @@ def record_embeddings(
     _write(folder, {**record, **settings, **_precision(model), "texts": TEXTS, "embeddings": rows})
 
 
-def record_lm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the record of a causal LM: the mean log-likelihood of each text's tokens."""
+def record_lm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, kind: str = "lm") -> None:
+    """Write the record of a causal LM, or of the adapter of one: the mean log-likelihood of each text's tokens."""
     likelihoods = _log_likelihoods(model.eval(), tokenizer, TEXTS["document"])
-    record = {"kind": "lm", **_precision(model), "texts": TEXTS["document"], "log_likelihoods": likelihoods}
+    record = {"kind": kind, **_precision(model), "texts": TEXTS["document"], "log_likelihoods": likelihoods}
     _write(folder, record)
 
 
@@ -84,7 +84,7 @@ def read_record(folder: str | Path) -> dict:
         raise ValueError(f"{folder} has no {CHECK}, by which it could be checked: write it by `revela-hub export`.")
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        wanted = {"retriever": "embeddings", "adapter": "embeddings", "lm": "log_likelihoods"}[record["kind"]]
+        wanted = {"retriever": "embeddings", "adapter": "embeddings"}.get(record["kind"], "log_likelihoods")
         return {**record, "expected": record[wanted], "tolerance": float(record["tolerance"])}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is broken ({error}): write the folder again by `revela-hub export`.") from error
@@ -153,12 +153,21 @@ def _doors(name: str, record: dict) -> dict[str, Callable]:
         model = load_model(name, device="cpu", **where)
         return {side: encode(model, texts, side, progress=False) for side, texts in record["texts"].items()}
 
-    def adapter(where: dict) -> dict[str, torch.Tensor]:
+    def on_base(auto_class: type, where: dict):
         from peft import PeftConfig, PeftModel
 
-        base = PeftConfig.from_pretrained(name, **where).base_model_name_or_path
-        model = AutoModel.from_pretrained(base, dtype=torch.float32, use_safetensors=True)
-        return _embed(PeftModel.from_pretrained(model, name, **where), tokenizer(where), record)
+        base = PeftConfig.from_pretrained(name, **where)
+        source = {"revision": base.revision} if base.revision else {}
+        model = auto_class.from_pretrained(
+            base.base_model_name_or_path, dtype=torch.float32, use_safetensors=True, **source
+        )
+        return PeftModel.from_pretrained(model, name, **where)
+
+    def adapter(where: dict) -> dict[str, torch.Tensor]:
+        return _embed(on_base(AutoModel, where), tokenizer(where), record)
+
+    def lm_adapter(where: dict) -> list[float]:
+        return _log_likelihoods(on_base(AutoModelForCausalLM, where), tokenizer(where), record["texts"])
 
     def causal_lm(where: dict) -> list[float]:
         model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False, use_safetensors=True, **where)
@@ -166,8 +175,8 @@ def _doors(name: str, record: dict) -> dict[str, Callable]:
 
     if record["kind"] == "lm":
         return {"AutoModelForCausalLM": causal_lm}
-    if record["kind"] == "adapter":
-        return {"PeftModel": adapter}
+    if record["kind"] in ("adapter", "lm-adapter"):
+        return {"PeftModel": adapter if record["kind"] == "adapter" else lm_adapter}
     doors = {"SentenceTransformer": sentence_transformers, "AutoModel": stock}
     doors["AutoModel, trust_remote_code=True"] = remote_code
     if record["has_masked_lm"]:
@@ -208,7 +217,7 @@ def _log_likelihoods(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
 
 def _distance(found: dict[str, torch.Tensor] | list[float], record: dict) -> float:
     expected = record["expected"]
-    if record["kind"] == "lm":
+    if isinstance(found, list):
         return float((torch.tensor(found) - torch.tensor(expected)).abs().max())
     return max(float((found[side] - torch.tensor(rows)).norm(dim=-1).max()) for side, rows in expected.items())
 

@@ -7,12 +7,9 @@ Importing the package registers its classes with transformers' auto classes, so 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForPreTraining
 
 from .configuration_revela import RevelaConfig
-from .modeling_revela import (
-    RevelaForCausalLM,
-    RevelaForPreTraining,
-    RevelaModel,
-    RevelaPreTrainedModel,
-)
+from .modeling_revela import RevelaModel
+from .modeling_revela_lm import RevelaForCausalLM, RevelaPreTrainedModel
+from .modeling_revela_pretraining import RevelaForPreTraining
 
 AutoConfig.register("revela", RevelaConfig, exist_ok=True)
 AutoModelForCausalLM.register(RevelaConfig, RevelaForCausalLM, exist_ok=True)

@@ -58,6 +58,9 @@ class RevelaConfig(PreTrainedConfig):
             `from_pretrained` reads them from `retriever_name_or_path` and `lm_name_or_path`.
         retriever_name_or_path (`str`, *optional*), lm_name_or_path (`str`, *optional*): where the backbones came from.
         retriever_revision (`str`, *optional*), lm_revision (`str`, *optional*): of which commit, from the Hub.
+        lm_generation_config (`dict`, *optional*):
+            The LM's `GenerationConfig`, which its own config does not hold and its export writes; `None` for what
+            follows from `lm_config`.
 
     Raises:
         ValueError: for a value outside its range, naming the field.
@@ -93,6 +96,7 @@ class RevelaConfig(PreTrainedConfig):
         lm_name_or_path: str | None = None,
         retriever_revision: str | None = None,
         lm_revision: str | None = None,
+        lm_generation_config: dict[str, Any] | None = None,
         **kwargs,
     ):
         self.lm_config = _as_config(lm_config)
@@ -121,6 +125,7 @@ class RevelaConfig(PreTrainedConfig):
         self.lm_name_or_path = lm_name_or_path
         self.retriever_revision = retriever_revision
         self.lm_revision = lm_revision
+        self.lm_generation_config = lm_generation_config
         self._check()
         super().__init__(**kwargs)
 

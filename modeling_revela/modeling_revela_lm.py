@@ -7,7 +7,14 @@ from dataclasses import dataclass
 import torch
 from huggingface_hub import try_to_load_from_cache
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers import initialization as init
 from transformers.utils import CONFIG_NAME, ModelOutput
 
@@ -125,7 +132,10 @@ class RevelaForCausalLM(RevelaPreTrainedModel, GenerationMixin):
         _require_attention_interface(backbone)
         backbone.set_attn_implementation(IN_BATCH_ATTENTION)
         if backbone.can_generate():
-            self.generation_config = backbone.generation_config
+            stored = config.lm_generation_config
+            self.generation_config = (
+                backbone.generation_config if stored is None else GenerationConfig.from_dict(stored)
+            )
         self.backbone = add_lora(backbone, config.lm_lora)
         if config.freeze_lm:
             self.backbone.requires_grad_(False)

@@ -144,7 +144,9 @@ def read_recipe(name: str) -> dict:
         raise FileNotFoundError(f"No recipe {name!r}: it is neither a file nor one of {names}.")
     try:
         recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # PyYAML lets ValueError, KeyError (`!!bool x`), RecursionError and more through
         raise ValueError(f"{path} is no YAML: {error}") from error
     if not isinstance(recipe, dict):
         raise ValueError(f"{path} is no recipe: it must be a mapping of field to value.")

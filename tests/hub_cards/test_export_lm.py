@@ -1,4 +1,4 @@
-"""What `export --lm` writes: the LM that was trained along, as a stock causal LM."""
+"""What `export --part lm` writes: the LM that was trained along, as a stock causal LM."""
 
 import json
 import shutil
@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from typer.testing import CliRunner
 
 import revela_hub
@@ -73,7 +74,7 @@ def trained(backbone, tmp_path_factory):
 @pytest.fixture(scope="module")
 def exported(trained, tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("exports")
-    return {name: export(folder, root / name, lm=True) for name, (_, folder) in trained.items()}
+    return {name: export(folder, root / name, part="lm") for name, (_, folder) in trained.items()}
 
 
 @pytest.fixture(scope="module")
@@ -104,27 +105,55 @@ def test_folder_is_stock_and_holds_no_more_than_the_lm(exported):
     assert names and all(name.startswith("model.") and "lora" not in name for name in names)
 
 
-def test_generation_settings_follow_from_the_config_where_the_source_is_gone(trained, tmp_path):
-    folder = Path(shutil.copytree(trained["lora"][1], tmp_path / "run"))
+def test_generation_settings_are_in_the_checkpoint_and_outlive_a_resumption(trained, tmp_path):
+    folder = tmp_path / "run"
+    RevelaForPreTraining.from_pretrained(trained["lora"][1]).save_pretrained(folder)
+    shutil.copytree(trained["lora"][1] / "lm_tokenizer", folder / "lm_tokenizer")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "lm_name_or_path": str(tmp_path / "gone")}))
-    done = CliRunner().invoke(revela_hub.app, ["export", str(folder), str(tmp_path / "lm"), "--lm"])
+    done = CliRunner().invoke(revela_hub.app, ["export", str(folder), str(tmp_path / "lm"), "--part", "lm"])
     assert done.exit_code == 0, done.output
+    settings = GenerationConfig.from_pretrained(tmp_path / "lm")
+    assert (settings.top_k, settings.do_sample, settings.eos_token_id) == (7, True, 5)
+
+
+def test_settings_that_transformers_does_not_write_give_way_to_those_of_the_config(trained, tmp_path):
+    folder = Path(shutil.copytree(trained["lora"][1], tmp_path / "run"))
+    config = json.loads((folder / "config.json").read_text())
+    config["lm_generation_config"] = {"do_sample": False, "temperature": 0.6, "eos_token_id": 5}
+    (folder / "config.json").write_text(json.dumps(config))
+    export(folder, tmp_path / "lm", part="lm")
     assert GenerationConfig.from_pretrained(tmp_path / "lm").eos_token_id == 1
 
 
+def test_the_adapter_alone_is_the_merged_lm_on_its_base(trained, backbone, found, tmp_path):
+    folder = Path(shutil.copytree(trained["lora"][1], tmp_path / "run"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "lm_revision": "abc"}))
+    adapter = export(folder, tmp_path / "adapter", part="lm", adapter_only=True)
+    saved = json.loads((adapter / "adapter_config.json").read_text())
+    assert (saved["base_model_name_or_path"], saved["revision"]) == (str(backbone), "abc")
+    assert saved["task_type"] == "CAUSAL_LM" and not (adapter / "model.safetensors").exists()
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(backbone), adapter).eval()
+    batch = AutoTokenizer.from_pretrained(adapter)(TEXTS[1], return_tensors="pt")
+    with torch.no_grad():
+        assert (model(**batch).logits[0] - found["lora 1"]).abs().max() < 1e-4
+    with pytest.raises(ValueError, match="trained without LoRA"):
+        export(trained["full"][1], tmp_path / "none", part="lm", adapter_only=True)
+
+
 def test_dtype_is_that_of_the_file(trained, tmp_path):
-    folder = export(trained["lora"][1], tmp_path / "lm", lm=True, dtype="bfloat16")
+    folder = export(trained["lora"][1], tmp_path / "lm", part="lm", dtype="bfloat16")
     assert {value.dtype for value in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
 
 
 def test_what_cannot_be_is_refused(trained, tmp_path):
     folder = Path(shutil.copytree(trained["lora"][1], tmp_path / "run"))
-    with pytest.raises(ValueError, match="`lm` writes the LM whole.*choose one"):
-        export(folder, tmp_path / "lm", lm=True, adapter_only=True)
+    with pytest.raises(ValueError, match="No part 'LM': choose one of retriever, lm"):
+        export(folder, tmp_path / "lm", part="LM")
     shutil.rmtree(folder / "lm_tokenizer")
     with pytest.raises(FileNotFoundError, match="run has no folder lm_tokenizer"):
-        export(folder, tmp_path / "lm", lm=True)
+        export(folder, tmp_path / "lm", part="lm")
     assert not (tmp_path / "lm").exists()
 
 

@@ -55,7 +55,7 @@ def exports(checkpoints, tmp_path_factory) -> dict[str, Path]:
         "retriever": export(checkpoints["revela"], folder / "retriever", dtype="bfloat16"),
         "encoder": export(checkpoints["retromae"], folder / "encoder"),
         "adapter": export(checkpoints["revela"], folder / "adapter", adapter_only=True),
-        "lm": export(checkpoints["revela"], folder / "lm", lm=True),
+        "lm": export(checkpoints["revela"], folder / "lm", part="lm"),
     }
     for out in found.values():
         (out / "README.md").write_text(CARD)

@@ -10,13 +10,6 @@ from transformers import AutoModel, AutoTokenizer
 
 import modeling_revela
 
-CODE = (
-    "configuration_revela.py",
-    "in_batch_attention.py",
-    "linear_cross_entropy.py",
-    "modeling_revela.py",
-    "modeling_revela_lm.py",
-)
 MAX_LENGTH = 24
 
 
@@ -38,6 +31,5 @@ def published_folder(tiny_lm_folder, tmp_path_factory) -> Path:
         "max_length": MAX_LENGTH,
     }
     path.write_text(json.dumps(config))
-    for name in CODE:
-        shutil.copy(Path(modeling_revela.__file__).with_name(name), folder / name)
+    shutil.copy(Path(modeling_revela.__file__).with_name("modeling_revela.py"), folder)
     return folder

@@ -97,13 +97,14 @@ def test_files_of_a_checkpoint(make_trained, tmp_path):
         "linear_cross_entropy.py",
         "modeling_revela.py",
         "modeling_revela_lm.py",
+        "modeling_revela_pretraining.py",
     }
     assert names == code | {"config.json", "model.safetensors"}
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["model_type"] == "revela"
     assert config["auto_map"] == {
         "AutoConfig": "configuration_revela.RevelaConfig",
-        "AutoModelForPreTraining": "modeling_revela.RevelaForPreTraining",
+        "AutoModelForPreTraining": "modeling_revela_pretraining.RevelaForPreTraining",
     }
     # The attention function is the wrapper's business: stock code must not meet its name.
     assert "revela_in_batch" not in (tmp_path / "config.json").read_text()

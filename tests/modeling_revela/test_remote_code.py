@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from modeling_revela import RevelaForCausalLM, RevelaForPreTraining, RevelaModel
-from tests.modeling_revela.conftest import CODE
 from tests.modeling_revela.tiny import make_chunks, make_lm, pad_chunks, random_weights
 
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
@@ -138,6 +137,10 @@ def test_same_numbers_after_saving_elsewhere(expected_and_found, folder):
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_every_code_file_travels_twice(expected_and_found, folder):
     saved = expected_and_found[3] / folder
-    # The LM alone has no use for the file of the retriever.
-    needed = set(CODE) - ({"modeling_revela.py"} if folder == "AutoModelForCausalLM" else set())
-    assert {path.name for path in saved.glob("*.py")} - {"__init__.py"} == needed
+    lm = {"configuration_revela.py", "in_batch_attention.py", "linear_cross_entropy.py", "modeling_revela_lm.py"}
+    needed = {
+        "AutoModel": {"modeling_revela.py"},
+        "AutoModelForCausalLM": lm,
+        "AutoModelForPreTraining": lm | {"modeling_revela.py", "modeling_revela_pretraining.py"},
+    }
+    assert {path.name for path in saved.glob("*.py")} - {"__init__.py"} == needed[folder.split("-")[0]]

@@ -79,7 +79,7 @@ def test_the_pickle_of_these_tests_does_write_its_file(tmp_path):
 
 LOADERS = {
     "export of Revela": ("revela", lambda folder: export(folder, folder.with_name("out"))),
-    "export of the LM": ("revela", lambda folder: export(folder, folder.with_name("out"), lm=True)),
+    "export of the LM": ("revela", lambda folder: export(folder, folder.with_name("out"), part="lm")),
     "export of RetroMAE": ("retromae", lambda folder: export(folder, folder.with_name("out"))),
     "evaluate and search": ("retriever", load_model),
     "RevelaForPreTraining": ("revela", RevelaForPreTraining.from_pretrained),

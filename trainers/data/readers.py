@@ -48,6 +48,7 @@ CODE = set(
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _MSMARCO_V2 = re.compile(r"msmarco_(passage|doc)_\d+")  # its .gz files hold JSON lines and do not say so
 _PEEK = 1 << 20
+_CUT_SHORT = (OSError, EOFError, zlib.error)  # what a damaged .gz raises, the first on a disk's fault as well
 
 
 class Document(NamedTuple):
@@ -180,7 +181,7 @@ class Source:
                     f"{file}: the suffix {suffix or '(none)'} says nothing about its format; give it one of "
                     f"{', '.join(sorted(TABLES | TEXTS | PAGES))} or that of a source file."
                 )
-        except (OSError, EOFError, zlib.error) as error:
+        except _CUT_SHORT as error:
             yield DataError(f"{file}: cannot be read to its end ({error}); copy the file again.")
 
     # Tables
@@ -436,6 +437,22 @@ def numbered_lines(file: Path) -> Iterator[tuple[int, str | DataError]]:
                 yield number, DataError(f"{file}, line {number}: {_NOT_UTF8}")
                 continue
             yield number, DataError(f"{file}, line {number}: {_NUL}") if "\0" in text else text
+
+
+def text_lines(file: Path) -> Iterator[tuple[int, str]]:
+    """Numbered lines without their ends; blank ones are passed over.
+
+    Raises:
+        DataError: a line that is not UTF-8 or holds NUL, a file that cannot be read to its end.
+    """
+    try:
+        for number, line in numbered_lines(file):
+            if isinstance(line, DataError):
+                raise line
+            if line.strip():
+                yield number, line.rstrip("\r\n")
+    except _CUT_SHORT as error:
+        raise DataError(f"{file}: cannot be read to its end ({error}); copy the file again.") from error
 
 
 _DROPPED = (
