@@ -13,6 +13,8 @@ from typing import get_args, get_origin, get_type_hints
 import yaml
 from transformers import HfArgumentParser
 
+from hub_cards.hub import one_line
+
 RECIPES = Path(__file__).parent / "recipes"
 
 
@@ -91,7 +93,7 @@ def run_script(main: Callable[[], None]) -> None:
         ours = raised_by in ("__main__", "trainers", "hub_cards", "modeling_revela", "modeling_retromae")
         if os.environ.get("REVELA_DEBUG") or not (ours or isinstance(error, OSError)):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hub_cards.beir_folder import load_beir_folder
+from hub_cards.hub import explain, may_be_hub_id
 from hub_cards.search import read_passages
 from trainers.data.readers import DataError, text_lines
 
@@ -349,12 +350,14 @@ def _read_rows(source: str, split: str, config: str | None) -> Iterator[tuple[st
             if kind is None:
                 raise DataError(f"{path} is no file to train on: give it one of the suffixes {', '.join(_LOADERS)}.")
             rows = datasets.load_dataset(kind, data_files=str(path), split="train")
+        elif not path.exists() and not may_be_hub_id(source):
+            raise DataError(f"{source} does not exist, and is not the id of a Hub dataset (owner/name) either.")
         else:
             rows = datasets.load_dataset(source, config, split=split)
     except DataError:
         raise
     except Exception as error:  # whatever the Hub, the network or the loader has to say
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = explain(error) or next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise DataError(
             f"{source} is no BEIR or MS MARCO folder, and no file or dataset that loads (split {split}): {reason}"
         ) from error

@@ -7,7 +7,6 @@ import torch
 from transformers import AutoTokenizer, TrainerCallback
 
 from modeling_revela import RevelaForPreTraining
-from trainers.revela_trainer import RevelaTrainingArguments
 
 LOSSES = {"loss", "in_batch_loss", "next_token_loss", "in_batch_gain"}
 HEALTH = {"max_weight", "weight_entropy", "learning_chunks", "mean_cosine", "pairs", "tokens_per_second"}
@@ -255,11 +254,6 @@ def test_each_part_has_its_learning_rate_and_decay(run_training, tmp_path):
     assert found["lm.backbone.model.layers.0.self_attn.q_proj.weight"] == (1e-4, 0.1)
     assert found["retriever.norm.weight"] == (1e-3, 0.0)
     assert found["lm.backbone.model.layers.0.input_layernorm.weight"] == (1e-4, 0.0)
-
-
-def test_checkpoints_are_not_pushed(tmp_path):
-    with pytest.raises(ValueError, match="`push_to_hub` is not for checkpoints"):
-        RevelaTrainingArguments(output_dir=str(tmp_path), use_cpu=True, push_to_hub=True)
 
 
 def test_learning_rates_that_are_left_out(run_training, tmp_path):

@@ -13,6 +13,7 @@ from datasets import Dataset, Features, List, Value, concatenate_datasets
 from datasets.exceptions import DatasetGenerationError, DatasetsError
 from pyarrow import ArrowException, ArrowInvalid
 
+from hub_cards.hub import explain, may_be_hub_id
 from trainers.data.readers import DataError, text_lines, unfit
 
 SEQUENCE_FEATURES = Features({name: Value("string") for name in ("text", "doc_id", "source")})
@@ -112,7 +113,7 @@ def _released_files(folder: Path) -> list[Path]:
 
 
 def _download(dataset_id: str) -> Path:
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", dataset_id):
+    if not may_be_hub_id(dataset_id):
         raise DataError(f"{dataset_id} does not exist, and is not the id of a Hub dataset (owner/name) either.")
     from huggingface_hub import snapshot_download
 
@@ -121,7 +122,8 @@ def _download(dataset_id: str) -> Path:
         return Path(snapshot_download(dataset_id, repo_type="dataset", allow_patterns=patterns))
     except Exception as error:  # whatever the Hub or the network has to say
         raise DataError(
-            f"{dataset_id} is neither a file or folder here nor a dataset that downloads from the Hub: {error}"
+            f"{dataset_id} is neither a file or folder here nor a dataset that downloads from the Hub: "
+            f"{explain(error) or error}"
         ) from error
 
 
