@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import modeling_revela.modeling_revela as remote_code
 from hub_cards.backbones import positions
@@ -25,6 +25,7 @@ def write_doors(
     document_prompt: str = "",
     dtype: torch.dtype,
     max_length: int,
+    matryoshka_dims: list[int] | None = None,
 ) -> None:
     """
     Write a retriever for `SentenceTransformer`, `AutoModel` (stock class) and `AutoModel` with `trust_remote_code`.
@@ -37,6 +38,7 @@ def write_doors(
         query_prompt, document_prompt: put before a text of either side.
         dtype: of the written weights.
         max_length: tokens a text may have; less where the model or its tokenizer takes fewer.
+        matryoshka_dims: sizes that the embedding was trained to be cut to.
 
     Raises:
         ValueError: for a weight that is not finite, naming it.
@@ -51,6 +53,7 @@ def write_doors(
         "document_prompt": document_prompt,
         "max_length": max_length,
     }
+    record_dims(model.config, matryoshka_dims)
     model.config.auto_map = {"AutoModel": "modeling_revela.RevelaModel"}
     tokenizer.model_max_length = max_length
     model.save_pretrained(folder)
@@ -58,6 +61,12 @@ def write_doors(
     _write_sentence_transformers_files(model.config, folder)
     _write_for_older_releases(folder)
     copy_code(folder)
+
+
+def record_dims(config: PreTrainedConfig, dims: list[int] | None) -> None:
+    """Say in a config which sizes its embedding may be cut to, by the name that vLLM and SGLang know."""
+    if dims is not None:
+        config.matryoshka_dimensions = [*dims, config.get_text_config().hidden_size]
 
 
 def write_lm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype) -> None:
@@ -139,4 +148,4 @@ def _write_json(path: Path, value: dict | list) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-__all__ = ["copy_code", "refuse_non_finite", "write_doors", "write_lm"]
+__all__ = ["copy_code", "record_dims", "refuse_non_finite", "write_doors", "write_lm"]
