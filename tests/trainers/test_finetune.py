@@ -265,10 +265,11 @@ def test_given_negatives_are_drawn_anew_each_epoch(finetune, judged_task, tmp_pa
 
 @pytest.mark.parametrize("method", ["dpr", "ance", "distill"])
 def test_matryoshka_learns_short_embeddings_and_says_so(finetune, dpr, task, tmp_path, method):
-    options = {"method": method, "num_train_epochs": 6} if method == "dpr" else {
-        "method": method, "model_name_or_path": str(dpr[0]), "num_negatives": 2, "mining_depth": 10, "max_steps": 3,
-        "cross_encoder_epochs": 0.1,
-    }  # fmt: skip
+    options = {"method": method, "model_name_or_path": str(dpr[0]), "learning_rate": 1e-3, "max_steps": 40}
+    if method != "dpr":
+        options |= {"num_negatives": 2, "mining_depth": 10, "max_steps": 2}
+    if method == "distill":
+        options |= {"cross_encoder_epochs": 0.1, "cross_encoder_max_length": 40}
     finetune(tmp_path / "out", matryoshka_dims=[6], **options)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["matryoshka_dimensions"] == [6, 32]
     model = SentenceTransformer(str(tmp_path / "out"), truncate_dim=6)
