@@ -15,7 +15,7 @@ from torch import nn
 
 from hub_cards.backbones import positions, set_pad_token
 from hub_cards.checkpoints import check_folder, model_type
-from hub_cards.doors import copy_code, record_dims
+from hub_cards.doors import copy_code, record_dims, write_for_servers
 from hub_cards.encoding import prompts_used
 from hub_cards.eos_tokenizer import append_eos, save_tokenizer
 from modeling_revela.configuration_revela import check_matryoshka_dims
@@ -181,6 +181,7 @@ def save_result(model: SentenceTransformer, folder: str | os.PathLike) -> None:
     _update_record(model)
     model.save_pretrained(str(staging))
     save_tokenizer(model.tokenizer, staging)
+    _write_for_servers(model, staging)
     if getattr(model[0].auto_model.config, "revela", None) is not None:
         copy_code(staging)
     for path in sorted(staging.iterdir(), key=lambda path: path.name == "modules.json"):
@@ -189,6 +190,26 @@ def save_result(model: SentenceTransformer, folder: str | os.PathLike) -> None:
             shutil.rmtree(target)
         os.replace(path, target)
     staging.rmdir()
+
+
+def _write_for_servers(model: SentenceTransformer, folder: Path) -> None:
+    """In the form that servers read, where the model is pooled and perhaps normalised, and nothing else."""
+    kinds = [type(module).__name__ for module in model]
+    pooling = {mode: name for name, mode in _POOLING.items()}.get(getattr(model[1], "pooling_mode", None))
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]) or pooling is None:
+        return
+    if not model[1].include_prompt or model.max_seq_length is None:
+        return
+    write_for_servers(
+        folder,
+        size=model.get_embedding_dimension(),
+        pooling=pooling,
+        prompts=model.prompts,
+        max_length=model.max_seq_length,
+        similarity=model.similarity_fn_name,
+        normalised=len(kinds) == 3,
+        default_prompt_name=model.default_prompt_name,
+    )
 
 
 def _update_record(model: SentenceTransformer) -> None:
