@@ -113,7 +113,7 @@ def main() -> None:
         "",
         f"{args.model.name} of `make demo` on its docstring → function task: {len(task.queries)} queries, "
         f"{len(task.corpus)} functions, {documents.shape[1]} dimensions. The graph has {sizes[0] / 1e6:.0f} MB in "
-        f"float32 and {sizes[1] / 1e6:.0f} MB in int8; an int8 embedding takes a quarter of a float32 one. Embeddings are "
+        f"float32 and {sizes[1] / 1e6:.0f} MB in int8. Embeddings are "
         "quantised by `quantize_embeddings` to the range of each dimension over the documents. Seconds are of the "
         f"machine as it was, shared with other work ({platform.processor() or platform.machine()}).",
     ]
