@@ -2,7 +2,8 @@
 #   make demo                       train, export, evaluate and search with SmolLM2-135M on the standard library
 #   make demo DEMO_ARGS="--minutes 60"
 #   make demo-retromae              pre-train MiniLM, fine-tune it, and compare with no pre-training and a masked LM
-#   make test                       what CI runs      make test-slow   the rest
+#   make test                       what every change is tested with
+#   make test-processes             training in several processes, which CI runs as well      make test-slow   the rest
 #   make quality                    lint and format check
 #   make venv PYTHON=python3.12     only the environment
 
@@ -20,11 +21,11 @@ PYTEST     := $(TEST_ENV) $(PY) -m pytest -n $(TEST_JOBS) --dist worksteal
 PYTEST_ARGS ?=
 DEMO_ARGS  ?=
 
-.PHONY: help venv demo demo-retromae test test-slow quality
+.PHONY: help venv demo demo-retromae test test-processes test-slow quality
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -7
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -8
 
 venv: $(STAMP)
 
@@ -36,6 +37,9 @@ demo-retromae: $(STAMP)
 
 test: $(STAMP)
 	$(PYTEST) $(PYTEST_ARGS)
+
+test-processes: $(STAMP)
+	$(PYTEST) -m processes $(PYTEST_ARGS)
 
 test-slow: $(STAMP)
 	$(PYTEST) -m slow $(PYTEST_ARGS)

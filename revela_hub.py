@@ -44,6 +44,14 @@ METHODS = {
         "Fine-tune an encoder or a retriever on queries with relevant documents: dpr, ance, distill.",
         "finetune-msmarco-dpr --model_name_or_path bert-base-uncased --train_set msmarco/",
     ),
+    "replug": (
+        "The rival that distils a frozen LM: which chunk of a group makes which more likely.",
+        "replug-smollm2-135m-wikipedia --train_sets prepared/",
+    ),
+    "contriever": (
+        "The contrastive rival: inverse cloze and crops of the same prepared text.",
+        "contriever-llama-3.2-1b-wikipedia --train_sets prepared/",
+    ),
 }
 
 

@@ -49,7 +49,7 @@ class DevelopmentSet:
     relevant: dict[str, set[str]]
 
 
-class _Builder:
+class TrainingSetBuilder:
     """Collects a training set; a text that comes twice, as query or as document, is one."""
 
     def __init__(self):
@@ -125,7 +125,7 @@ def load_training_set(
         return _load_msmarco(path, split, negatives)
     if negatives is not None:
         raise DataError(f"`negatives_file` names documents by id, but {source} has none: give it the texts instead.")
-    builder = _Builder()
+    builder = TrainingSetBuilder()
     for text in _read_corpus(corpus):
         builder.document(text)
     if path.is_file() and _is_tsv(path):
@@ -243,7 +243,7 @@ def _join(
     if negatives is not None:
         for query, documents in _read_negatives(Path(negatives), queries):
             given.setdefault(query, []).extend(documents)
-    builder = _Builder()
+    builder = TrainingSetBuilder()
     positions = {name: builder.document(text) for name, text in corpus.items()}
 
     def position(name: str, of: str) -> int:

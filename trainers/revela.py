@@ -115,22 +115,23 @@ class ModelArguments:
         return {name: getattr(self, name) for name in same} | {
             "pooling": self.retriever_pooling,
             "similarity_temperature": self.temperature,
-            "retriever_lora": self.lora("retriever"),
-            "lm_lora": self.lora("lm"),
+            "retriever_lora": lora_fields(self, "retriever"),
+            "lm_lora": lora_fields(self, "lm"),
         }
 
-    def lora(self, half: str) -> dict | None:
-        """`peft.LoraConfig` arguments for `retriever` or `lm`, `None` where all weights are trained."""
-        rank = getattr(self, f"{half}_lora_r")
-        if rank == 0:
-            return None
-        alpha = getattr(self, f"{half}_lora_alpha")
-        return {
-            "r": rank,
-            "lora_alpha": rank if alpha is None else alpha,
-            "lora_dropout": getattr(self, f"{half}_lora_dropout"),
-            "target_modules": "all-linear",
-        }
+
+def lora_fields(arguments, half: str) -> dict | None:
+    """`peft.LoraConfig` arguments for `retriever` or `lm`, `None` where all weights are trained."""
+    rank = getattr(arguments, f"{half}_lora_r")
+    if rank == 0:
+        return None
+    alpha = getattr(arguments, f"{half}_lora_alpha")
+    return {
+        "r": rank,
+        "lora_alpha": rank if alpha is None else alpha,
+        "lora_dropout": getattr(arguments, f"{half}_lora_dropout"),
+        "target_modules": "all-linear",
+    }
 
 
 @dataclass
@@ -255,7 +256,11 @@ def drop_blank_groups(groups: Dataset) -> Dataset:
 
 
 def make_trainer(
-    model_args: ModelArguments, data_args: DataArguments, args: RevelaTrainingArguments, callbacks: list | None = None
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    args: RevelaTrainingArguments,
+    callbacks: list | None = None,
+    trainer_class: type[RevelaTrainer] = RevelaTrainer,
 ) -> RevelaTrainer:
     """Data, models and tokenizers as the arguments say, put together and ready to train."""
     check_steps(args)
@@ -286,7 +291,7 @@ def make_trainer(
     fit_vocabulary(model.retriever, retriever_tokenizer, is_trained=not model_args.retriever_lora_r)
     fit_vocabulary(model.lm.backbone, lm_tokenizer, is_trained=not (model_args.lm_lora_r or model_args.freeze_lm))
 
-    return RevelaTrainer(
+    return trainer_class(
         model=model,
         args=args,
         train_dataset=train_set,
@@ -297,11 +302,15 @@ def make_trainer(
 
 
 def train(
-    model_args: ModelArguments, data_args: DataArguments, args: RevelaTrainingArguments, callbacks: list | None = None
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    args: RevelaTrainingArguments,
+    callbacks: list | None = None,
+    trainer_class: type[RevelaTrainer] = RevelaTrainer,
 ) -> RevelaTrainer:
     """Train, or go on with an earlier run; the last state is left in the output folder itself."""
     resume = last_checkpoint(args)
-    trainer = make_trainer(model_args, data_args, args, callbacks)
+    trainer = make_trainer(model_args, data_args, args, callbacks, trainer_class)
     trainer.run(resume)
     return trainer
 

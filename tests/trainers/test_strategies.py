@@ -15,6 +15,8 @@ from transformers import AutoConfig, BertModel
 
 from modeling_revela import RevelaForPreTraining
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "trainers" / "accelerate_configs"
 STRATEGIES = {
