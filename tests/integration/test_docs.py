@@ -17,7 +17,7 @@ import pytest
 from tests.hub_server import HubServer
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ["own-corpus", "large-corpora", "own-backbone", "publish", "reproduce", "scale", "retromae"]
+PAGES = ["own-corpus", "large-corpora", "own-backbone", "publish", "serving", "reproduce", "scale", "retromae"]
 PAGES = [f"docs/{page}.md" for page in PAGES]
 # Set-up and long runs, each covered by tests of its own: CI runs `make test`, `make demo` is the demo.
 NOT_HERE = ("make ", "python benchmarks/")
