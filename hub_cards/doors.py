@@ -22,6 +22,7 @@ def write_doors(
     pooling: str,
     query_prompt: str = "",
     document_prompt: str = "",
+    normalize: bool = True,
     dtype: torch.dtype,
     max_length: int,
 ) -> None:
@@ -34,6 +35,7 @@ def write_doors(
         folder: is there, and empty.
         pooling: `"eos"`, `"cls"` or `"mean"`.
         query_prompt, document_prompt: put before a text of either side.
+        normalize: whether embeddings get length 1 and rank by cosine; otherwise they rank by inner product.
         dtype: of the written weights.
         max_length: tokens a text may have; less where the model or its tokenizer takes fewer.
 
@@ -48,6 +50,7 @@ def write_doors(
         "pooling": pooling,
         "query_prompt": query_prompt,
         "document_prompt": document_prompt,
+        "normalize": normalize,
         "max_length": max_length,
     }
     model.config.auto_map = {"AutoModel": "modeling_revela.RevelaModel"}
@@ -90,23 +93,23 @@ def copy_code(folder: Path) -> None:
 
 def _write_sentence_transformers_files(config, folder: Path) -> None:
     # In the names of its releases up to 5, which 6 and the servers read as well; what 6 writes, they do not.
+    record = config.revela
+    parts = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
     modules = [
         {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}
-        for index, (name, path) in enumerate(
-            (("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize"))
-        )
+        for index, (name, path) in enumerate(parts if record["normalize"] else parts[:2])
     ]
-    record = config.revela
     pooling = {"word_embedding_dimension": config.get_text_config().hidden_size, "include_prompt": True}
     pooling |= {f"pooling_mode_{name}": name == _POOLING[record["pooling"]] for name in _POOLING.values()}
     settings = {
         "prompts": {"query": record["query_prompt"], "document": record["document_prompt"]},
         "default_prompt_name": None,
-        "similarity_fn_name": "cosine",
+        "similarity_fn_name": "cosine" if record["normalize"] else "dot",
     }
     _write_json(folder / "modules.json", modules)
     _write_json(folder / "1_Pooling" / "config.json", pooling)
-    _write_json(folder / "2_Normalize" / "config.json", {})
+    if record["normalize"]:
+        _write_json(folder / "2_Normalize" / "config.json", {})
     _write_json(folder / "sentence_bert_config.json", {"max_seq_length": record["max_length"], "do_lower_case": False})
     _write_json(folder / "config_sentence_transformers.json", settings)
 
