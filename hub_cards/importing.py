@@ -162,9 +162,9 @@ def _merged_adapter(folder: Path, base: str | None) -> tuple[PreTrainedModel, Pr
     if not hasattr(wrapped, "merge_and_unload") or settings.is_prompt_learning:
         raise ValueError(f"{folder} is of the kind {settings.peft_type.value}, which cannot be merged into a model.")
     # peft itself passes over what fits nowhere, and embeds with the base.
-    lost = [key for key in found.missing_keys if wrapped.base_model.prefix in key or "modules_to_save" in key]
     # Embeddings in `modules_to_save` are saved twice, and read once.
-    lost += [key for key in found.unexpected_keys if key.replace(".modules_to_save.", ".") not in set(weights) - {key}]
+    lost = [key for key in found.unexpected_keys if key.replace(".modules_to_save.", ".") not in set(weights) - {key}]
+    lost += [key for key in found.missing_keys if wrapped.base_model.prefix in key or "modules_to_save" in key]
     if lost:
         raise ValueError(
             f"The adapter in {folder} does not fit {name} ({len(lost)} weights have no counterpart, {lost[0]!r} "
