@@ -2,7 +2,9 @@
 #   make demo                       train, export, evaluate and search with SmolLM2-135M on the standard library
 #   make demo DEMO_ARGS="--minutes 60"
 #   make demo-retromae              pre-train MiniLM, fine-tune it, and compare with no pre-training and a masked LM
-#   make test                       what CI runs      make test-slow   the rest
+#   make test                       what every change is tested with
+#   make test-processes             training in several processes, which CI runs as well      make test-slow   the rest
+#   make fuzz FUZZ_SECONDS=300      damaged files for every reader; make fuzz FUZZ_READERS=groups for one
 #   make quality                    lint and format check
 #   make venv PYTHON=python3.12     only the environment
 
@@ -19,12 +21,14 @@ TEST_JOBS  ?= 2
 PYTEST     := $(TEST_ENV) $(PY) -m pytest -n $(TEST_JOBS) --dist worksteal
 PYTEST_ARGS ?=
 DEMO_ARGS  ?=
+FUZZ_SECONDS ?= 300
+FUZZ_READERS ?=
 
-.PHONY: help venv demo demo-retromae test test-slow quality
+.PHONY: help venv demo demo-retromae test test-processes test-slow fuzz quality
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -7
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -9
 
 venv: $(STAMP)
 
@@ -37,8 +41,15 @@ demo-retromae: $(STAMP)
 test: $(STAMP)
 	$(PYTEST) $(PYTEST_ARGS)
 
+test-processes: $(STAMP)
+	$(PYTEST) -m processes $(PYTEST_ARGS)
+
 test-slow: $(STAMP)
 	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+# What fails is shrunk, printed, and tried first by the next run (.hypothesis/fuzz).
+fuzz: $(STAMP)
+	$(TEST_ENV) FUZZ_SECONDS=$(FUZZ_SECONDS) $(PY) -m tests.fuzz.fuzz_readers $(FUZZ_READERS)
 
 quality: $(STAMP)
 	$(PY) -m ruff check .

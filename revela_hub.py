@@ -26,6 +26,7 @@ from typer.core import TyperGroup
 
 from hub_cards.checkpoints import model_type
 from hub_cards.commands import publishing
+from hub_cards.hub import one_line, require_here_or_hub
 from trainers.launching import LAUNCH_CONFIGS, Launch, run_launched
 
 HERE = Path(__file__).resolve().parent
@@ -44,6 +45,14 @@ METHODS = {
         "Fine-tune an encoder or a retriever on queries with relevant documents: dpr, ance, distill.",
         "finetune-msmarco-dpr --model_name_or_path bert-base-uncased --train_set msmarco/",
     ),
+    "replug": (
+        "The rival that distils a frozen LM: which chunk of a group makes which more likely.",
+        "replug-smollm2-135m-wikipedia --train_sets prepared/",
+    ),
+    "contriever": (
+        "The contrastive rival: inverse cloze and crops of the same prepared text.",
+        "contriever-llama-3.2-1b-wikipedia --train_sets prepared/",
+    ),
 }
 
 
@@ -58,7 +67,7 @@ class OneLineErrors(TyperGroup):
         except (ValueError, OSError, RuntimeError, ImportError) as error:
             if ctx.params["debug"]:
                 raise
-            typer.echo(f"error: {error}", err=True)
+            typer.echo(f"error: {one_line(error)}", err=True)
             raise typer.Exit(2) from None
 
 
@@ -327,6 +336,8 @@ def evaluate_models(
     from hub_cards.evaluation import evaluate, evaluate_groups
 
     baselines = baseline or []
+    for name in [*models, *baselines]:
+        require_here_or_hub(name)
     with tempfile.TemporaryDirectory() as folder:
         exported = _export_checkpoints([*baselines, *models], Path(folder))
         shown = {name: exported.get(name, name) for name in models}

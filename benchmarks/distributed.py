@@ -92,7 +92,7 @@ def child(settings: dict) -> None:
     on_cpu = {} if settings["strategy"] == "fsdp2" else {"use_cpu": True}
     model = str(folder / settings["size"])
     train(
-        ModelArguments(retriever_name_or_path=model, temperature=0.01, in_batch_gate=True),
+        ModelArguments(retriever_name_or_path=model, similarity_temperature=0.01, in_batch_gate=True),
         DataArguments(train_sets=[str(folder / "groups")], max_length=64),
         RevelaTrainingArguments(
             output_dir=str(folder / "out" / f"{settings['strategy']}-{settings['size']}"),

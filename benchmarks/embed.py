@@ -13,7 +13,6 @@ of the CPU as well, which other work on the machine leaves alone; what two proce
 import argparse
 import json
 import os
-import platform
 import random
 import re
 import subprocess
@@ -26,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.report import machine, report
 from examples.minilm import packaged_minilm
 from hub_cards.embed import EmbedConfig, embed
 from hub_cards.encoding import load_model
@@ -116,19 +116,13 @@ def main() -> None:
         f"{best['encode_document'] / best['embed']:.2f} times by the clock. Two processes against one: "
         f"{one / two:.2f} times by the clock.",
     ]
-    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if "model name" in line), "")
     load = os.getloadavg()[1]
     text = "\n".join(lines) + (
         f"\n\n{options.texts} texts, shards of {options.shard_size}, batches of {options.batch_size}, one thread a "
-        f"process, {os.cpu_count()} cores of {cpu} shared with other work (load average {load:.1f}), "
-        f"Python {platform.python_version()}."
+        f"process, {os.cpu_count()} cores shared with other work (load average {load:.1f}), "
+        f"{machine()}."
     )
-    print(text)
-    if options.out:
-        command = f"    python {' '.join(sys.argv)}"
-        Path(options.out).write_text(
-            f"# Embedding a corpus, against encode\n\n{command}\n\n{text}\n", encoding="utf-8"
-        )
+    report("Embedding a corpus, against encode", text, options.out)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ for the backward pass. Each measurement is a process of its own, so that its pea
 
 import argparse
 import json
-import platform
 import resource
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from benchmarks.report import machine, report
 from modeling_revela import RevelaForCausalLM
 from trainers.base_trainer import keep_freed_memory
 
@@ -131,11 +131,10 @@ def table(rows: list[dict], options: argparse.Namespace) -> str:
             f"| {row['way']} | {row['chunks']} | {row['pairs']} | {row['seconds']:.2f} | {faster} | "
             f"{row['gigabytes']:.2f} | {share} | {1000 * row['seconds'] / row['chunks']:.0f} |"
         )
-    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if "model name" in line), "")
     precision = "bf16 autocast" if options.bf16 else "float32"
     lines.append(
-        f"\n{precision}, {options.threads} threads, {cpu}, torch {torch.__version__}, Python "
-        f"{platform.python_version()}; fastest of {options.repeats} steps after a first one. Losses: "
+        f"\n{precision}, {options.threads} threads, {machine()}; "
+        f"fastest of {options.repeats} steps after a first one. Losses: "
         + ", ".join(f"{row['way']} {row['chunks']}: {row['in_batch_loss']:.5f}" for row in rows)
         + "."
     )
@@ -175,12 +174,7 @@ def main() -> None:
         result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         rows.append(json.loads(result.stdout.splitlines()[-1]))
     text = table(rows, options)
-    print(text)
-    if options.out:
-        with open(options.out, "w", encoding="utf-8") as file:
-            file.write(
-                f"# A training step, ours against the authors' way\n\n    python {' '.join(sys.argv)}\n\n{text}\n"
-            )
+    report("A training step, ours against the authors' way", text, options.out)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ other processes on the machine do not stretch as they do a clock's.
 import argparse
 import json
 import os
-import platform
 import resource
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from itertools import pairwise
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.report import machine, report
 from modeling_revela import RevelaForPreTraining
 
 VOCABULARY, SHORTEST, LONGEST = 8_000, 64, 96
@@ -129,10 +129,9 @@ def table(rows: list[dict], options: argparse.Namespace) -> str:
         ]
         lines.append(f"MB that one chunk more takes, {way}: {', '.join(grown)}.")
     precision = "float64" if options.float64 else "float32"
-    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if "model name" in line), "")
     lines.append(
-        f"\n{precision}, {options.threads} threads, {cpu}, torch {torch.__version__}, "
-        f"Python {platform.python_version()}; fastest of {options.repeats} steps; at most "
+        f"\n{precision}, {options.threads} threads, {machine()}; "
+        f"fastest of {options.repeats} steps; at most "
         f"{max(row['held'] for row in rows):.0f} MB held before. Loss and norm of the retriever's gradient: "
         + ", ".join(f"{row['way']} {row['chunks']}: {row['loss']:.6f}, {row['gradient']:.6g}" for row in rows)
         + "."
@@ -168,10 +167,7 @@ def main() -> None:
             result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
             rows.append(json.loads(result.stdout.splitlines()[-1]))
     text = table(rows, options)
-    print(text)
-    if options.out:
-        with open(options.out, "w", encoding="utf-8") as file:
-            file.write(f"# A training step as the group grows\n\n    python {' '.join(sys.argv)}\n\n{text}\n")
+    report("A training step as the group grows", text, options.out)
 
 
 if __name__ == "__main__":

@@ -29,10 +29,10 @@ SETTINGS: dict[str, list[str]] = {
     "one-prompt": ["--document_prompt", "query: "],
     "mostly-prose": ["--train_weights", "0.2", "0.8"],
     "first-half": ["--similarity_span", "first_half"],
-    "temperature-1e-3": ["--temperature", "1e-3"],
-    "temperature-3e-2": ["--temperature", "3e-2"],
-    "bf16-ties-1e-4": ["--temperature", "1e-4", "--similarity_dtype", "bfloat16"],
-    "float32-1e-4": ["--temperature", "1e-4"],
+    "temperature-1e-3": ["--similarity_temperature", "1e-3"],
+    "temperature-3e-2": ["--similarity_temperature", "3e-2"],
+    "bf16-ties-1e-4": ["--similarity_temperature", "1e-4", "--similarity_dtype", "bfloat16"],
+    "float32-1e-4": ["--similarity_temperature", "1e-4"],
     "accumulate-4": ["--gradient_accumulation_steps", "4"],
     "lr-2e-4": ["--learning_rate", "2e-4", "--gate_learning_rate", "1e-2"],
     "lr-1e-3": ["--learning_rate", "1e-3", "--gate_learning_rate", "1e-2"],
@@ -117,14 +117,14 @@ def run_contrastive(minutes: float, seed: int, out: Path) -> None:
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
     from trainers.base_trainer import keep_freed_memory
-    from trainers.data.prepared import load_groups, mix_groups
+    from trainers.data.prepared import load_groups, mix_sets
 
     keep_freed_memory()  # as our trainer does
     base = out.parent / f"demo-{minutes:g}-{seed}"
     if not (base / "result.json").exists():
         run_setting("demo", minutes, seed, base)
     sets = [load_groups(base / f"prepared-{kind}", "train") for kind in ("code", "prose")]
-    pairs = make_pairs(mix_groups(sets, [0.8, 0.2], seed), seed)
+    pairs = make_pairs(mix_sets(sets, [0.8, 0.2], seed), seed)
     torch.manual_seed(seed)
     # bf16 base weights, float32 adapters, plain attention and 64 tokens: as the Revela run has them.
     options = {"dtype": torch.bfloat16, "attn_implementation": "eager"}

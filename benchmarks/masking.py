@@ -10,9 +10,7 @@ it sees (arXiv 2205.12035, §3.1 and Eq. 7): the collator of `trainers/data/mask
 """
 
 import argparse
-import platform
 import random
-import sys
 import time
 from functools import partial
 
@@ -21,6 +19,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.report import machine, report
 from modeling_retromae.decoder_visibility import sample_visibility
 from trainers.data.masking import RetroMAECollator
 
@@ -126,12 +125,8 @@ def main() -> None:
         lines.append(
             f"| {length} | {rates['plain']:.1f} | {rates['ours']:.0f} | {rates['ours'] / rates['plain']:.0f} |"
         )
-    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if "model name" in line), "")
-    text = "\n".join(lines) + f"\n\nOne core of {cpu}, torch {torch.__version__}, Python {platform.python_version()}."
-    print(text)
-    if options.out:
-        with open(options.out, "w", encoding="utf-8") as file:
-            file.write(f"# Masking, ours against plain Python\n\n    python {' '.join(sys.argv)}\n\n{text}\n")
+    text = "\n".join(lines) + f"\n\nOne core of {machine()}."
+    report("Masking, ours against plain Python", text, options.out)
 
 
 if __name__ == "__main__":

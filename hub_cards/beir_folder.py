@@ -1,6 +1,5 @@
 """Reading a retrieval test set in BEIR's format from a local folder."""
 
-import csv
 import json
 import re
 from collections.abc import Iterator
@@ -89,37 +88,39 @@ def iter_jsonl(path: Path, number_lines: bool = False) -> Iterator[tuple[int, st
                     raise ValueError('each line must be an object with "_id" and "text"')
                 if not isinstance(record.get("title") or "", str):
                     raise ValueError('"title" must be text')
-                if any("\ud800" <= letter <= "\udfff" for letter in record["text"]):
-                    raise ValueError("the text holds halves of surrogate pairs, which no tokenizer reads")
-                yield number, str(record["_id"]), f"{record.get('title') or ''} {record['text']}".strip()
+                key, text = str(record["_id"]), f"{record.get('title') or ''} {record['text']}".strip()
+                if any("\ud800" <= letter <= "\udfff" for letter in key + text):
+                    raise ValueError("the text or its _id holds halves of surrogate pairs, which no tokenizer reads")
+                yield number, key, text
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 ({error}); convert it first.") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the latter from brackets in brackets
             raise ValueError(f"{path}, line {number}: {error}.") from None
 
 
 def _read_qrels(path: Path) -> dict[str, dict[str, int]]:
     qrels: dict[str, dict[str, int]] = {}
-    with open(path, encoding="utf-8-sig", newline="") as lines:
-        rows = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
-        for row in rows:
-            if not row:
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error}); convert it first.") from None
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        row = line.split("\t")
+        try:
+            query, doc, score = row
+            grade = int(score)
+        except ValueError:
+            # A header: names of columns, and no judgement with a slip.
+            if number == 1 and len(row) == 3 and re.fullmatch(r"[A-Za-z][\w .-]*", row[2]):
                 continue
-            try:
-                query, doc, score = row
-                grade = int(score)
-            except ValueError:
-                # A header: names of columns, and no judgement with a slip.
-                if rows.line_num == 1 and len(row) == 3 and re.fullmatch(r"[A-Za-z][\w .-]*", row[2]):
-                    continue
-                raise ValueError(
-                    f"{path}, line {rows.line_num}: expected query-id, corpus-id and a whole-number score, "
-                    f"separated by tabs, not {row}."
-                ) from None
-            if qrels.setdefault(query, {}).setdefault(doc, grade) != grade:
-                raise ValueError(
-                    f"{path}, line {rows.line_num}: {doc} is judged for {query} a second time, and otherwise."
-                )
+            raise ValueError(
+                f"{path}, line {number}: expected query-id, corpus-id and a whole-number score, separated by tabs, "
+                f"not {row}."
+            ) from None
+        if qrels.setdefault(query, {}).setdefault(doc, grade) != grade:
+            raise ValueError(f"{path}, line {number}: {doc} is judged for {query} a second time, and otherwise.")
     if not qrels:
         raise ValueError(f"{path} has no judgement.")
     return qrels

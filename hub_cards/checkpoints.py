@@ -1,6 +1,7 @@
 """What a folder of weights says it is, and whether it may be loaded; found out without loading any."""
 
 import json
+import os
 from pathlib import Path
 
 # Pickled weights -> what is read in their place where it is there as well.
@@ -45,7 +46,7 @@ def check_folder(folder: str | Path) -> None:
                 f"{modules} names the module {code!r}, which is not sentence-transformers' own, and code that comes "
                 "with a model is not run: choose another model."
             )
-        _require_inside(folder / path, root, modules)
+        _require_inside(folder, path, root, modules)
         parts[folder / path] = None
     for part in parts:
         _check_weights(part, root, may_be_sharded=part == folder)
@@ -74,21 +75,26 @@ def _check_weights(part: Path, root: Path, may_be_sharded: bool) -> None:
         shards = _read_json(index, dict).get("weight_map")
         if not isinstance(shards, dict):
             raise ValueError(f"{index} has no `weight_map`: copy it or write it again.")
+        beside = set(os.listdir(part))
         for name in map(str, shards.values()):
             if Path(name).name != name or not name.endswith(".safetensors"):
                 raise ValueError(f"{index} names {name!r}, which is no safetensors file beside it: leave it unread.")
-            if not (part / name).exists():
+            if name not in beside:
                 raise ValueError(f"{index} names {name}, which is missing: copy it or write it again.")
     for file in sorted(part.glob("*.safetensors")):
-        _require_inside(file, root, file)
+        _require_inside(part, file.name, root, file)
         if wrong := broken(file):
             raise ValueError(f"{file} is no whole safetensors file ({wrong}): copy it or write it again.")
 
 
-def _require_inside(path: Path, root: Path, named_by: Path) -> None:
-    if not path.resolve().is_relative_to(root):
+def _require_inside(folder: Path, name: str, root: Path, named_by: Path) -> None:
+    try:
+        place = (folder / name).resolve()
+    except (ValueError, OSError, RuntimeError) as error:  # halves of surrogate pairs, NUL, a link to itself
+        raise ValueError(f"{named_by} names {name!r}, which is no path ({error}): choose another model.") from error
+    if not place.is_relative_to(root):
         raise ValueError(
-            f"{named_by} leads to {path.resolve()}, outside of its own folder: put the file itself into the folder."
+            f"{named_by} leads to {place}, outside of its own folder: put the file itself into the folder."
         )
 
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hub_cards.backbones import positions
 from hub_cards.eos_tokenizer import save_tokenizer
+from hub_cards.recorded import record_embeddings, record_lm
 from modeling_revela import modeling_revela
 
 _POOLING = {"eos": "lasttoken", "cls": "cls_token", "mean": "mean_tokens"}
@@ -60,6 +61,9 @@ def write_doors(
     _write_sentence_transformers_files(model.config, folder)
     _write_for_older_releases(folder)
     copy_code(folder)
+    prompts = {"query": query_prompt, "document": document_prompt}
+    settings = {"pooling": pooling, "prompts": prompts, "normalize": normalize, "max_length": max_length}
+    record_embeddings(model, tokenizer, folder, kind="retriever", **settings)
 
 
 def write_lm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype) -> None:
@@ -74,6 +78,7 @@ def write_lm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder:
     model.save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
     _write_for_older_releases(folder)
+    record_lm(model, tokenizer, folder)
 
 
 def refuse_non_finite(weights: dict[str, torch.Tensor]) -> None:

@@ -233,7 +233,8 @@ def _start(out: Path, manifest: dict[str, Any]) -> None:
         raise FileExistsError(f"{out} is not empty and holds no {MANIFEST}; choose another --out.")
     out.mkdir(parents=True, exist_ok=True)
     with _renamed(path) as partial:
-        partial.write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")  # bytes of a path, as JSON's \udcff
 
 
 @contextmanager

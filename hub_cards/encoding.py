@@ -9,6 +9,7 @@ from sentence_transformers import SentenceTransformer
 
 from hub_cards.backbones import set_pad_token
 from hub_cards.checkpoints import check_folder
+from hub_cards.hub import explain, require_here_or_hub
 from hub_cards.ranking import as_tensor
 
 
@@ -19,10 +20,12 @@ def load_model(model: str | Path | SentenceTransformer, **options) -> SentenceTr
     No code that comes with it is run, and no pickle in a folder is read.
 
     Raises:
+        FileNotFoundError: for a name that is no folder here, and cannot be an id on the Hub.
         ValueError: naming what did not load, or what a folder holds that must not be loaded.
     """
     if isinstance(model, SentenceTransformer):
         return model
+    require_here_or_hub(model)
     check_folder(model)
     try:
         options["model_kwargs"] = {**(options.get("model_kwargs") or {}), "use_safetensors": True}
@@ -30,7 +33,7 @@ def load_model(model: str | Path | SentenceTransformer, **options) -> SentenceTr
     except Exception as error:
         # What the loaders raise is about whichever file they tried last; the user needs the model's name first.
         hint = "" if Path(model).exists() else " There is no such folder, so it was taken for a Hub id."
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = explain(error) or next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ValueError(f"{model} does not load as a sentence-transformers model.{hint} ({reason})") from error
     if loaded.tokenizer is not None:
         set_pad_token(loaded.tokenizer)  # a raw decoder as baseline has none

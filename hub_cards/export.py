@@ -17,9 +17,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from hub_cards.backbones import positions
 from hub_cards.checkpoints import check_folder, model_type
 from hub_cards.doors import refuse_non_finite, write_doors, write_lm
 from hub_cards.eos_tokenizer import ends_with_eos, save_tokenizer
+from hub_cards.recorded import record_embeddings, record_lm
 from modeling_retromae import RetroMAEForPreTraining
 from modeling_revela import RevelaConfig, RevelaForCausalLM, RevelaForPreTraining, RevelaPreTrainedModel
 from modeling_revela.modeling_revela_lm import add_lora
@@ -226,8 +228,19 @@ def _revela_writer(checkpoint: Path, adapter_only: bool, options: dict) -> Calla
             f"The tokenizer in {checkpoint} appends no EOS, which the retriever's embedding is read from."
         )
     if adapter_only:
-        wrapped = _peft_retriever(model)
-        return lambda folder: _write_adapter(wrapped, tokenizer, folder)
+        wrapped, config = _peft_retriever(model), model.config
+        lengths = (options["max_length"], tokenizer.model_max_length, positions(model.retriever) or MAX_LENGTH)
+        how = {
+            "pooling": config.pooling,
+            "prompts": {"query": config.query_prompt, "document": config.document_prompt},
+            "max_length": min(lengths),
+        }
+
+        def write(folder: Path) -> None:
+            _write_adapter(wrapped, tokenizer, folder)
+            record_embeddings(wrapped, tokenizer, folder, kind="adapter", **how)
+
+        return write
     return lambda folder: publish(model, tokenizer, folder, **options)
 
 
@@ -238,7 +251,12 @@ def _lm_writer(checkpoint: Path, adapter_only: bool, dtype: torch.dtype) -> Call
     source = config.lm_name_or_path, config.lm_revision
     lm = _peft_model(AutoModelForCausalLM, model.lm.backbone, config.lm_lora, *source)
     if adapter_only:
-        return lambda folder: _write_adapter(lm, tokenizer, folder)
+
+        def write(folder: Path) -> None:
+            _write_adapter(lm, tokenizer, folder)
+            record_lm(lm, tokenizer, folder, kind="lm-adapter")
+
+        return write
     lm = lm if config.lm_lora is None else lm.merge_and_unload()
     try:
         model.lm.generation_config.validate(strict=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow.parquet as parquet
+from pyarrow import ArrowException
 from sentence_transformers import SentenceTransformer
 
 from hub_cards import ranking
@@ -79,12 +80,13 @@ def iter_passages(corpus: str | Path) -> Iterator[tuple[str, str]]:
         for file in prepared:
             yield from _read_prepared(file)
     elif path.is_file():
-        yield from _read_file(path, path.name, is_only=True)
+        yield from _read_file(path, path.name.encode("utf-8", "backslashreplace").decode(), is_only=True)
     else:
         names = [(file, file.relative_to(path)) for file in sorted(path.rglob("*")) if file.is_file()]
         for file, name in names:
             if not any(part.startswith(".") for part in name.parts):
-                yield from _read_file(file, str(name), is_only=False)
+                # Bytes of a name that are not UTF-8 could be neither printed nor stored.
+                yield from _read_file(file, str(name).encode("utf-8", "backslashreplace").decode(), is_only=False)
 
 
 def split_passages(text: str, max_words: int = MAX_WORDS) -> list[str]:
@@ -131,15 +133,24 @@ def print_hits(hits: list[Hit], max_lines: int = 8, max_characters: int = 600) -
 
 
 def _read_prepared(file: Path) -> Iterator[tuple[str, str]]:
-    with parquet.ParquetFile(file) as rows:
-        columns = set(rows.schema_arrow.names)
-        if not {"texts", "doc_ids"} <= columns:
-            raise ValueError(
-                f"{file} has the columns {', '.join(sorted(columns))}, but a prepared set has texts and doc_ids."
-            )
-        for batch in rows.iter_batches(batch_size=256, columns=["texts", "doc_ids"]):
-            for row in batch.to_pylist():
-                yield from zip(row["doc_ids"], row["texts"], strict=True)
+    number = 0
+    try:
+        with parquet.ParquetFile(file) as rows:
+            columns = set(rows.schema_arrow.names)
+            if not {"texts", "doc_ids"} <= columns:
+                raise ValueError(
+                    f"it has the columns {', '.join(sorted(columns))}, but a prepared set has texts and doc_ids"
+                )
+            for batch in rows.iter_batches(batch_size=256, columns=["texts", "doc_ids"]):
+                for texts, ids in zip(batch.column("texts"), batch.column("doc_ids"), strict=True):
+                    number += 1
+                    texts, ids = texts.as_py(), ids.as_py()
+                    whole = isinstance(texts, list) and isinstance(ids, list) and len(texts) == len(ids)
+                    if not whole or not all(isinstance(part, str) for part in texts + ids):
+                        raise ValueError(f"row {number} has no texts with an id each")
+                    yield from zip(ids, texts, strict=True)
+    except (ValueError, OSError, ArrowException) as error:  # ValueError: UnicodeDecodeError and ArrowInvalid as well
+        raise ValueError(f"{file} is no prepared set that can be read ({error}): prepare or copy it again.") from error
 
 
 def _read_file(file: Path, name: str, is_only: bool) -> Iterator[tuple[str, str]]:

@@ -281,7 +281,7 @@ class RevelaForPreTraining(RevelaPreTrainedModel):
 
     def forward(
         self,
-        input_ids: torch.LongTensor,
+        input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
         query_input_ids: torch.LongTensor | None = None,
@@ -294,7 +294,8 @@ class RevelaForPreTraining(RevelaPreTrainedModel):
     ) -> RevelaPreTrainingOutput:
         """
         Args:
-            input_ids, attention_mask, labels: (B, L), the chunks in the LM's tokens; see [`RevelaForCausalLM`].
+            input_ids, attention_mask, labels: (B, L), the chunks in the LM's tokens; see [`RevelaForCausalLM`]. Left
+                out, the LM is not run, and the output holds what the retriever gives alone.
             query_input_ids, query_attention_mask: (B, L_q), the chunks as queries in the retriever's tokens, prompt
                 and EOS included. Left out, the passage embeddings serve both sides.
             document_input_ids, document_attention_mask: (B, L_d), the chunks as passages, likewise.
@@ -307,13 +308,15 @@ class RevelaForPreTraining(RevelaPreTrainedModel):
             documents = self.embed(document_input_ids, document_attention_mask)
             queries = documents if query_input_ids is None else self.embed(query_input_ids, query_attention_mask)
             in_batch_weights, similarities = self.similarity_weights(queries, documents, group_ids)
-        output = self.lm(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            labels=labels,
-            in_batch_weights=in_batch_weights,
-            **kwargs,
-        )
+        output = {}
+        if input_ids is not None:
+            output = self.lm(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                labels=labels,
+                in_batch_weights=in_batch_weights,
+                **kwargs,
+            )
         return RevelaPreTrainingOutput(
             **output,
             in_batch_weights=in_batch_weights,

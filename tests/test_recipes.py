@@ -8,17 +8,19 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
-from trainers import finetune, retromae, revela
+from trainers import contriever, finetune, replug, retromae, revela
 from trainers.arguments import parse_recipe
 from trainers.data.prepare import PrepareConfig
 from trainers.finetune_model import ModelArguments as FinetuneModelArguments
 from trainers.finetune_trainer import FinetuneTrainingArguments
+from trainers.replug_trainer import ReplugTrainingArguments
 from trainers.retromae_trainer import RetroMAETrainingArguments
 from trainers.revela_trainer import RevelaTrainingArguments
 
 TRAINERS = Path(__file__).parent.parent / "trainers"
 RECIPES = sorted((TRAINERS / "recipes").glob("revela-*.yaml"))
 RETROMAE = sorted((TRAINERS / "recipes").glob("retromae-*.yaml"))
+RIVALS = [path for rival in ("contriever", "replug") for path in (TRAINERS / "recipes").glob(f"{rival}-*.yaml")]
 RETRIEVERS = {
     "smollm2-135m": "HuggingFaceTB/SmolLM2-135M",
     "qwen2.5-0.5b": "Qwen/Qwen2.5-0.5B",
@@ -32,9 +34,8 @@ TABLES = {1, 6, 7, 10, 11, 12, 13, 14, 15, 16, 17}
 
 
 def method_of(path: Path) -> str:
-    return {"retromae": "retromae", "dupmae": "retromae", "finetune": "finetune"}.get(
-        path.stem.split("-")[0], "revela"
-    )
+    named = {"dupmae": "retromae"} | {name: name for name in ("contriever", "finetune", "replug", "retromae")}
+    return named.get(path.stem.split("-")[0], "revela")
 
 
 def parse(path: Path, *overrides: str):
@@ -44,6 +45,8 @@ def parse(path: Path, *overrides: str):
         "finetune": (
             FinetuneModelArguments, finetune.DataArguments, finetune.MethodArguments, FinetuneTrainingArguments,
         ),
+        "replug": (replug.ModelArguments, revela.DataArguments, ReplugTrainingArguments),
+        "contriever": (FinetuneModelArguments, contriever.PairArguments, FinetuneTrainingArguments),
     }  # fmt: skip
     # A machine without a GPU refuses bf16 unless it is told to use the CPU.
     return parse_recipe(classes[method_of(path)], [str(path), "--use_cpu", "true", *overrides])
@@ -64,6 +67,8 @@ def test_recipe_parses_to_what_it_says(path):
         "revela": ("retriever_name_or_path",),
         "retromae": ("encoder_name_or_path",),
         "finetune": ("model_name_or_path", "train_set"),
+        "replug": ("retriever_name_or_path",),
+        "contriever": ("model_name_or_path",),
     }[method_of(path)]
     missing = [part for name in needed if name not in recipe for part in (f"--{name}", "made/on/the/spot")]
     configs = parse(path, *missing)
@@ -74,14 +79,14 @@ def test_recipe_parses_to_what_it_says(path):
         parsed = getattr(owners[0], name)
         # transformers turns names into enums, and "none" into no one to report to.
         assert getattr(parsed, "value", parsed) == ([] if value == "none" else value), name
-    assert path not in RECIPES + RETROMAE or training.output_dir == f"runs/{path.stem}"
+    assert path not in RECIPES + RETROMAE + RIVALS or training.output_dir == f"runs/{path.stem}"
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipe_holds_the_settings_of_the_paper(path):
     model, data, training = parse(path)
     assert model.retriever_lora_r == model.lm_lora_r == 256
-    assert (model.temperature, model.similarity_dtype, model.in_batch_gate) == (1e-4, "bfloat16", False)
+    assert (model.similarity_temperature, model.similarity_dtype, model.in_batch_gate) == (1e-4, "bfloat16", False)
     assert (model.query_prompt, model.document_prompt) == ("query: ", "passage: ")
     assert (training.learning_rate, training.warmup_steps, training.lr_scheduler_type) == (1e-4, 100, "linear")
     assert 4 * training.gradient_accumulation_steps * training.per_device_train_batch_size == 32
@@ -182,8 +187,10 @@ def test_commands_in_comments_of_retromae_recipes_hold(path):
 
 
 def test_command_line_wins_over_recipe():
-    model, data, training = parse(RECIPES[0], "--temperature", "0.01", "--train_sets", "a", "b", "--max_steps", "7")
-    assert (model.temperature, data.train_sets, training.max_steps) == (0.01, ["a", "b"], 7)
+    model, data, training = parse(
+        RECIPES[0], "--similarity_temperature", "0.01", "--train_sets", "a", "b", "--max_steps", "7"
+    )
+    assert (model.similarity_temperature, data.train_sets, training.max_steps) == (0.01, ["a", "b"], 7)
 
 
 def test_unknown_field_is_an_error(tmp_path):

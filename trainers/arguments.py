@@ -13,6 +13,8 @@ from typing import get_args, get_origin, get_type_hints
 import yaml
 from transformers import HfArgumentParser
 
+from hub_cards.hub import one_line
+
 RECIPES = Path(__file__).parent / "recipes"
 
 
@@ -91,7 +93,7 @@ def run_script(main: Callable[[], None]) -> None:
         ours = raised_by in ("__main__", "trainers", "hub_cards", "modeling_revela", "modeling_retromae")
         if os.environ.get("REVELA_DEBUG") or not (ours or isinstance(error, OSError)):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -142,7 +144,9 @@ def read_recipe(name: str) -> dict:
         raise FileNotFoundError(f"No recipe {name!r}: it is neither a file nor one of {names}.")
     try:
         recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # PyYAML lets ValueError, KeyError (`!!bool x`), RecursionError and more through
         raise ValueError(f"{path} is no YAML: {error}") from error
     if not isinstance(recipe, dict):
         raise ValueError(f"{path} is no recipe: it must be a mapping of field to value.")

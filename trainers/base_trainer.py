@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from safetensors import SafetensorError
 from torch.distributed.fsdp import register_fsdp_forward_method
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints, speed_metrics
 from transformers.utils import CONFIG_NAME
@@ -42,6 +42,7 @@ from trainers.mishaps import (
     without_ids,
     write_not_finite,
 )
+from trainers.pushing import PUSHING, PushingTrainer
 
 
 @dataclass
@@ -75,15 +76,10 @@ class PretrainingArguments(TrainingArguments):
         if picks_best and self.metric_for_best_model is None:
             # transformers' own default, the loss, is none of what `evaluate` measures for Revela.
             self.metric_for_best_model = "eval_sibling_ndcg_at_10"
-        if self.push_to_hub:
-            # Trainer uploads while we rename what it uploads, and a checkpoint is no retriever that anyone would load.
-            raise ValueError(
-                "`push_to_hub` is not for checkpoints: leave it out, and push what `revela-hub export` writes."
-            )
         super().__post_init__()
 
 
-class PretrainingTrainer(Trainer):
+class PretrainingTrainer(PushingTrainer):
     """
     transformers' Trainer for a method of ours.
 
@@ -261,6 +257,8 @@ class PretrainingTrainer(Trainer):
         elif self.args.should_save:
             # Only now, when all that the run needs has been found and read.
             clear_output(folder)
+        if self.args.should_save:
+            shutil.rmtree(folder / PUSHING, ignore_errors=True)  # of a run that was killed
         self.accelerator.wait_for_everyone()
         self.train(resume_from_checkpoint=resume_from_checkpoint)
         if self._stop.told:
@@ -272,8 +270,11 @@ class PretrainingTrainer(Trainer):
                     file=sys.stderr,
                 )
             sys.exit(PREEMPTED)
-        self.save_model()
         self.save_state()
+        if self.args.push_to_hub:
+            self.push_to_hub()
+        else:
+            self.save_model()
 
     def _position(self) -> dict[str, int]:
         """What decides which rows a step is made of."""
@@ -375,6 +376,8 @@ class PretrainingTrainer(Trainer):
             seal(staged)
             replace(staged, target)
             shutil.rmtree(run / STAGING, ignore_errors=True)
+            if self.args.push_to_hub:
+                self._push_from_checkpoint(str(target))
             rotate_checkpoints(
                 output_dir=str(run),
                 save_total_limit=self.args.save_total_limit,
@@ -392,10 +395,18 @@ class PretrainingTrainer(Trainer):
         with self._written_beside(folder) as staged:
             self._write_model(str(staged))
         if self.args.should_save:
-            for path in sorted(staged.iterdir(), key=lambda path: path.name == CONFIG_NAME):
+            written = sorted(staged.iterdir(), key=lambda path: path.name == CONFIG_NAME)
+            for path in written:
                 replace(path, folder / path.name)
             staged.rmdir()
+            self._saved = [path.name for path in written]
         self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save")
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._staging is None:  # transformers calls it while the checkpoint is still being written
+            super()._push_from_checkpoint(checkpoint_folder)
 
     @contextmanager
     def _written_beside(self, folder: Path) -> Iterator[Path]:

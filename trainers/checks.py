@@ -1,8 +1,10 @@
 """What of a run's settings can be told to be wrong before anything is loaded; each error names the setting."""
 
+import os
 from collections.abc import Mapping
 
 from hub_cards.export import DTYPES
+from trainers.backbones import say_once
 
 
 def check_at_least(settings, **least: float) -> None:
@@ -53,4 +55,26 @@ def check_steps(args) -> None:
         )
 
 
-__all__ = ["check_at_least", "check_choice", "check_dtype", "check_lora", "check_steps", "check_weights"]
+def cap_workers(args) -> None:
+    """Lower `dataloader_num_workers` of training arguments to this process' share of the machine's cores, and say so.
+
+    Recipes are written for large machines; on a small one torch warns at each epoch of each process.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if args.dataloader_num_workers > share:
+        say_once(
+            f"`dataloader_num_workers` is {share} instead of {args.dataloader_num_workers}: more have no core here."
+        )
+        args.dataloader_num_workers = share
+
+
+__all__ = [
+    "cap_workers",
+    "check_at_least",
+    "check_choice",
+    "check_dtype",
+    "check_lora",
+    "check_steps",
+    "check_weights",
+]

@@ -32,9 +32,15 @@ from transformers import set_seed
 
 from hub_cards.encoding import prompts_used
 from trainers.arguments import parse_recipe, run_script
-from trainers.checks import check_at_least, check_choice, check_steps
+from trainers.checks import cap_workers, check_at_least, check_choice, check_steps
 from trainers.distillation import load_cross_encoder, score_rows, train_cross_encoder
-from trainers.finetune_data import DevelopmentSet, has_development_set, load_development_set, load_training_set
+from trainers.finetune_data import (
+    DevelopmentSet,
+    TrainingSet,
+    has_development_set,
+    load_development_set,
+    load_training_set,
+)
 from trainers.finetune_model import ModelArguments, load_model, merge_adapters, save_result
 from trainers.finetune_trainer import (
     CROSS_ENCODER,
@@ -165,27 +171,28 @@ class Finetuning:
     """
 
     def __init__(
-        self, model_args: ModelArguments, data_args: DataArguments, method: MethodArguments, args, callbacks=None
+        self,
+        model_args: ModelArguments,
+        data: TrainingSet,
+        method: MethodArguments,
+        args: FinetuneTrainingArguments,
+        development: DevelopmentSet | None = None,
+        callbacks: list | None = None,
     ):
-        check_steps(args)
         if args.n_gpu > 1:
             raise ValueError(
                 f"One process sees {args.n_gpu} GPUs: start one a GPU with `accelerate launch --multi_gpu`, or set "
                 "CUDA_VISIBLE_DEVICES to one of them."
             )
+        if args.eval_strategy != "no" and development is None:
+            raise ValueError("There is nothing to evaluate on: name a --dev_set, or leave eval_strategy at no.")
         set_seed(args.seed)
         self.method, self.model_args, self.callbacks = method, model_args, callbacks or []
-        self.data = load_training_set(
-            data_args.train_set,
-            data_args.train_split,
-            data_args.train_config,
-            negatives=data_args.negatives_file,
-            corpus=data_args.corpus,
-        )
+        self.data = data
         if method.method == "distill":
             # What is wrong with the teacher is better known now than after hours of mining.
             self._load_teacher("cpu")
-        self.evaluator = make_evaluator(_development_set(data_args, args), args.per_device_eval_batch_size)
+        self.evaluator = make_evaluator(development, args.per_device_eval_batch_size)
         self.model = load_model(model_args).to(args.device)
         self.args = copy.copy(args)
         self.folder = Path(args.output_dir)
@@ -350,8 +357,6 @@ def _development_set(arguments: DataArguments, args) -> DevelopmentSet | None:
     if source is None and has_development_set(arguments.train_set, arguments.dev_split):
         source = arguments.train_set
     if source is None:
-        if args.eval_strategy != "no":
-            raise ValueError("There is nothing to evaluate on: name a --dev_set, or leave eval_strategy at no.")
         return None
     return load_development_set(
         source, arguments.dev_split, None, arguments.dev_queries, arguments.dev_documents, seed=args.seed
@@ -378,7 +383,21 @@ def train(
     callbacks: list | None = None,
 ) -> FinetuneTrainer:
     """Fine-tune, or go on with an earlier run; the retriever is left in the output folder, LoRA merged into it."""
-    run = Finetuning(model_args, data_args, method_args, args, callbacks)
+    check_steps(args)
+    cap_workers(args)
+    data = load_training_set(
+        data_args.train_set,
+        data_args.train_split,
+        data_args.train_config,
+        negatives=data_args.negatives_file,
+        corpus=data_args.corpus,
+    )
+    return run_to_end(Finetuning(model_args, data, method_args, args, _development_set(data_args, args), callbacks))
+
+
+def run_to_end(run: Finetuning) -> FinetuneTrainer:
+    """Train a run, or go on with an earlier one; the retriever is left in its output folder, LoRA merged into it."""
+    args = run.args
     state = PartialState()
     with args.main_process_first(local=False):
         checkpoint = starting_point(args, run.record)
@@ -391,7 +410,7 @@ def train(
     if run.evaluator is not None and not _is_measured(trainer):
         trainer.evaluate()
     trainer.save_state()
-    if model_args.lora_r:
+    if run.model_args.lora_r:
         merge_adapters(run.model)
     if state.is_main_process:
         save_result(run.model, run.folder)

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from hub_cards.beir_folder import load_beir_folder
+from hub_cards.hub import explain, may_be_hub_id
 from hub_cards.search import read_passages
-from trainers.data.readers import DataError, numbered_lines
+from trainers.data.readers import DataError, text_lines
 
 # Names that a column goes by: sentence-transformers' own, and those of tevatron's, FlagEmbedding's and DPR's files.
 QUERY_COLUMNS = ("query", "anchor", "question")
@@ -47,7 +48,7 @@ class DevelopmentSet:
     relevant: dict[str, set[str]]
 
 
-class _Builder:
+class TrainingSetBuilder:
     """Collects a training set; a text that comes twice, as query or as document, is one."""
 
     def __init__(self):
@@ -123,7 +124,7 @@ def load_training_set(
         return _load_msmarco(path, split, negatives)
     if negatives is not None:
         raise DataError(f"`negatives_file` names documents by id, but {source} has none: give it the texts instead.")
-    builder = _Builder()
+    builder = TrainingSetBuilder()
     for text in _read_corpus(corpus):
         builder.document(text)
     if path.is_file() and _is_tsv(path):
@@ -220,13 +221,22 @@ def _read_msmarco(path: Path, split: str) -> tuple[dict[str, str], dict[str, str
             f"{path} has a collection.tsv as MS MARCO's folders do, but no {' and no '.join(missing)} (.gz would do)."
         )
     relevant: dict[str, set[str]] = {}
-    for number, line in _text_lines(files["qrels"]):
+    for number, line in text_lines(files["qrels"]):
         fields = line.split()
-        if len(fields) != 4 or not fields[3].lstrip("-").isdigit():
+        if len(fields) != 4 or not re.fullmatch("-?[0-9]{1,9}", fields[3]):
             raise DataError(f"{files['qrels']}, line {number}: expected query id, 0, passage id and grade.")
         if int(fields[3]) > 0:
             relevant.setdefault(fields[0], set()).add(fields[2])
-    return _read_texts(_find(path, "collection")), _read_texts(files["queries"]), relevant
+    corpus, queries = _read_texts(_find(path, "collection")), _read_texts(files["queries"])
+    for query, documents in relevant.items():
+        if query not in queries:
+            raise DataError(f"{files['qrels']} names the query {query}, which has no text in {files['queries']}.")
+        if unknown := documents - corpus.keys():
+            raise DataError(
+                f"{files['qrels']} names the document {min(unknown)}, which is not in the collection: the files do "
+                "not belong together."
+            )
+    return corpus, queries, relevant
 
 
 def _join(
@@ -241,23 +251,19 @@ def _join(
     if negatives is not None:
         for query, documents in _read_negatives(Path(negatives), queries):
             given.setdefault(query, []).extend(documents)
-    builder = _Builder()
+    builder = TrainingSetBuilder()
     positions = {name: builder.document(text) for name, text in corpus.items()}
 
-    def position(name: str, of: str) -> int:
-        if name not in positions:
-            raise DataError(
-                f"{of} names the document {name}, which is not in {where}: the files do not belong together."
-            )
-        return positions[name]
-
     for query, documents in relevant.items():
-        if query not in queries:
-            raise DataError(f"The qrels of {where} name the query {query}, which has no text there.")
+        if unknown := [name for name in given.get(query, ()) if name not in positions]:
+            raise DataError(
+                f"{negatives or where} names the document {unknown[0]}, which is not in {where}: the files do not "
+                "belong together."
+            )
         builder.add(
             queries[query],
-            [position(name, f"The qrels of {where}") for name in sorted(documents)],
-            [position(name, negatives or where) for name in given.get(query, ())],
+            [positions[name] for name in sorted(documents)],
+            [positions[name] for name in given.get(query, ())],
         )
     return builder.finish(where)
 
@@ -265,7 +271,7 @@ def _join(
 def _read_negatives(file: Path, queries: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
     if not file.is_file():
         raise FileNotFoundError(f"There is no file {file} of negatives.")
-    for number, line in _text_lines(file):
+    for number, line in text_lines(file):
         fields = line.split()
         if len(fields) == 6 and fields[1].upper() == "Q0":
             query, documents = fields[0], [fields[2]]
@@ -297,19 +303,8 @@ def _is_tsv(path: Path) -> bool:
     return path.name.removesuffix(".gz").endswith(".tsv")
 
 
-def _text_lines(file: Path) -> Iterator[tuple[int, str]]:
-    try:
-        for number, line in numbered_lines(file):
-            if isinstance(line, DataError):
-                raise line
-            if line.strip():
-                yield number, line.rstrip("\r\n")
-    except (OSError, EOFError) as error:
-        raise DataError(f"{file}: cannot be read to its end ({error}); copy the file again.") from error
-
-
 def _read_columns(file: Path, count: int, what: str) -> Iterator[list[str]]:
-    for number, line in _text_lines(file):
+    for number, line in text_lines(file):
         fields = line.split("\t")
         if len(fields) != count:
             raise DataError(f"{file}, line {number}: {len(fields)} fields where {what} are expected, parted by tabs.")
@@ -319,7 +314,7 @@ def _read_columns(file: Path, count: int, what: str) -> Iterator[list[str]]:
 def _read_texts(file: Path) -> dict[str, str]:
     """`id<TAB>text`, or `id<TAB>title<TAB>text`, which are joined; after DPR's header, `id<TAB>text<TAB>title`."""
     texts, title_last = {}, False
-    for number, line in _text_lines(file):
+    for number, line in text_lines(file):
         name, *fields = line.split("\t")
         if not fields:
             raise DataError(f"{file}, line {number}: expected an id and, behind a tab, a text.")
@@ -355,12 +350,14 @@ def _read_rows(source: str, split: str, config: str | None) -> Iterator[tuple[st
             if kind is None:
                 raise DataError(f"{path} is no file to train on: give it one of the suffixes {', '.join(_LOADERS)}.")
             rows = datasets.load_dataset(kind, data_files=str(path), split="train")
+        elif not path.exists() and not may_be_hub_id(source):
+            raise DataError(f"{source} does not exist, and is not the id of a Hub dataset (owner/name) either.")
         else:
             rows = datasets.load_dataset(source, config, split=split)
     except DataError:
         raise
     except Exception as error:  # whatever the Hub, the network or the loader has to say
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = explain(error) or next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise DataError(
             f"{source} is no BEIR or MS MARCO folder, and no file or dataset that loads (split {split}): {reason}"
         ) from error

@@ -54,8 +54,10 @@ class Launch:
 def run_launched(command: list[str], environment: Mapping[str, str] | None = None) -> int:
     """Run an `accelerate launch …`, with further environment variables; returns its exit code."""
     print(" ".join(command), file=sys.stderr)
+    # torch's launcher kills what still runs 30 seconds after SIGTERM: a longer step would lose its checkpoint.
+    environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600", **os.environ, **(environment or {})}
     command[:2] = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
-    return _run_group(command, {**os.environ, **(environment or {})})
+    return _run_group(command, environment)
 
 
 def _run_group(command: list[str], environment: Mapping[str, str]) -> int:

@@ -21,9 +21,9 @@ from modeling_retromae import RetroMAEConfig, RetroMAEForPreTraining
 from trainers.arguments import parse_recipe, run_script
 from trainers.backbones import check_positions, check_room, fit_vocabulary, room_taken
 from trainers.checkpoints import last_checkpoint
-from trainers.checks import check_at_least, check_dtype, check_steps, check_weights
+from trainers.checks import cap_workers, check_at_least, check_dtype, check_steps, check_weights
 from trainers.data.masking import RetroMAECollator
-from trainers.data.prepared import load_sequences, mix_groups
+from trainers.data.prepared import load_sequences, mix_sets
 from trainers.retromae_trainer import RetroMAETrainer, RetroMAETrainingArguments
 
 
@@ -114,7 +114,7 @@ def load_train_set(arguments: DataArguments, seed: int) -> Dataset:
         raise ValueError("`train_sets` is empty: name at least one folder that `revela-hub prepare` wrote.")
     sets = [load_sequences(name, "train") for name in names]
     if len(sets) > 1:
-        return mix_groups(sets, [len(rows) for rows in sets] if weights is None else weights, seed)
+        return mix_sets(sets, [len(rows) for rows in sets] if weights is None else weights, seed)
     return sets[0]
 
 
@@ -132,6 +132,7 @@ def make_trainer(
 ) -> RetroMAETrainer:
     """Data, model and tokenizer as the arguments say, put together and ready to train."""
     check_steps(args)
+    cap_workers(args)
     set_seed(args.seed)
 
     # 1. Data: prepared sequences, mixed by weight; held-out documents for validation.

@@ -17,16 +17,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer, set_seed
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
 from hub_cards.eos_tokenizer import append_eos
 from modeling_revela import RevelaConfig, RevelaForPreTraining
 from trainers.arguments import parse_recipe, run_script
 from trainers.backbones import check_positions, fit_vocabulary, say_once
 from trainers.checkpoints import last_checkpoint
-from trainers.checks import check_at_least, check_dtype, check_lora, check_steps, check_weights
+from trainers.checks import cap_workers, check_at_least, check_dtype, check_lora, check_steps, check_weights
 from trainers.data.collator import GroupCollator
-from trainers.data.prepared import load_groups, mix_groups
+from trainers.data.prepared import load_groups, mix_sets
 from trainers.revela_trainer import RevelaTrainer, RevelaTrainingArguments
 
 
@@ -38,8 +38,9 @@ class ModelArguments:
     lm_name_or_path: str | None = field(
         default=None, metadata={"help": "The causal LM trained along: Hub id or folder. The retriever's, if left out."}
     )
-    retriever_pooling: str = field(
-        default="eos", metadata={"help": "eos (last token; for decoders), cls or mean (for encoders)."}
+    pooling: str = field(
+        default="eos",
+        metadata={"help": "The retriever's embedding: eos (last token; for decoders), cls or mean (for encoders)."},
     )
     retriever_lora_r: int = field(default=0, metadata={"help": "LoRA rank for the retriever; 0 trains all weights."})
     retriever_lora_alpha: int | None = field(default=None, metadata={"help": "LoRA alpha; the rank, if left out."})
@@ -58,7 +59,9 @@ class ModelArguments:
     in_batch_gate_init: float = field(default=0.05, metadata={"help": "Where the gates start."})
     include_diagonal: bool = field(default=False, metadata={"help": "Let a chunk attend to itself too (ablation)."})
     dual_loss: bool = field(default=False, metadata={"help": "Add the plain next-token loss to the loss."})
-    temperature: float = field(default=1e-4, metadata={"help": "Temperature of the softmax over similarities."})
+    similarity_temperature: float = field(
+        default=1e-4, metadata={"help": "Temperature of the softmax over similarities."}
+    )
     trainable_temperature: bool = field(default=False, metadata={"help": "Learn the temperature."})
     similarity_dtype: str = field(
         default="float32",
@@ -104,27 +107,27 @@ class ModelArguments:
         same = (
             "freeze_lm", "v_norm", "in_batch_gate", "in_batch_gate_init", "include_diagonal", "dual_loss",
             "trainable_temperature", "similarity_dtype", "similarity_span", "similarity_span_ratio", "weight_floor",
-            "query_prompt", "document_prompt", "embed_batch_size", "save_backbones",
+            "query_prompt", "document_prompt", "embed_batch_size", "save_backbones", "pooling",
+            "similarity_temperature",
         )  # fmt: skip
         return {name: getattr(self, name) for name in same} | {
-            "pooling": self.retriever_pooling,
-            "similarity_temperature": self.temperature,
-            "retriever_lora": self.lora("retriever"),
-            "lm_lora": self.lora("lm"),
+            "retriever_lora": lora_fields(self, "retriever"),
+            "lm_lora": lora_fields(self, "lm"),
         }
 
-    def lora(self, half: str) -> dict | None:
-        """`peft.LoraConfig` arguments for `retriever` or `lm`, `None` where all weights are trained."""
-        rank = getattr(self, f"{half}_lora_r")
-        if rank == 0:
-            return None
-        alpha = getattr(self, f"{half}_lora_alpha")
-        return {
-            "r": rank,
-            "lora_alpha": rank if alpha is None else alpha,
-            "lora_dropout": getattr(self, f"{half}_lora_dropout"),
-            "target_modules": "all-linear",
-        }
+
+def lora_fields(arguments, half: str) -> dict | None:
+    """`peft.LoraConfig` arguments for `retriever` or `lm`, `None` where all weights are trained."""
+    rank = getattr(arguments, f"{half}_lora_r")
+    if rank == 0:
+        return None
+    alpha = getattr(arguments, f"{half}_lora_alpha")
+    return {
+        "r": rank,
+        "lora_alpha": rank if alpha is None else alpha,
+        "lora_dropout": getattr(arguments, f"{half}_lora_dropout"),
+        "target_modules": "all-linear",
+    }
 
 
 @dataclass
@@ -172,7 +175,7 @@ def load_tokenizers(arguments: ModelArguments):
     """The retriever's tokenizer, which appends EOS where the pooling needs it, and the LM's own."""
     names = (arguments.retriever_name_or_path, arguments.lm_name_or_path or arguments.retriever_name_or_path)
     retriever, lm = (AutoTokenizer.from_pretrained(name, trust_remote_code=False) for name in names)
-    if arguments.retriever_pooling == "eos":
+    if arguments.pooling == "eos":
         retriever = append_eos(retriever)
     return retriever, lm
 
@@ -191,14 +194,14 @@ def load_train_set(arguments: DataArguments, seed: int) -> Dataset:
                 f"`full_span_sources` names {unknown[0]!r}, but the train sets' sources are {', '.join(sources)}."
             )
     if len(sets) > 1:
-        sets = [mix_groups(sets, [len(groups) for groups in sets] if weights is None else weights, seed)]
-    return drop_blank_groups(split_groups(sets[0], arguments.group_size))
+        sets = [mix_sets(sets, [len(groups) for groups in sets] if weights is None else weights, seed)]
+    return split_groups(sets[0], arguments.group_size)
 
 
 def load_validation_set(arguments: DataArguments) -> Dataset:
     """The held-out groups that are evaluated, split as the training's are."""
     groups = load_groups(arguments.validation_set or arguments.train_sets[0], "validation")
-    groups = drop_blank_groups(split_groups(groups, arguments.group_size))
+    groups = split_groups(groups, arguments.group_size)
     return groups.select(range(min(len(groups), arguments.validation_groups)))
 
 
@@ -230,29 +233,41 @@ def split_groups(groups: Dataset, group_size: int | None) -> Dataset:
     return groups.map(split, batched=True, remove_columns=groups.column_names, desc="Splitting groups")
 
 
-def drop_blank_groups(groups: Dataset) -> Dataset:
-    """Without the groups of which fewer than two chunks have a character: a chunk needs another to attend to."""
+def drop_blank_groups(groups: Dataset, lm_tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """
+    Without the groups of which fewer than two chunks have a character, and a token of the LM, which may drop accents
+    or control characters: a chunk needs another to attend to.
+    """
     counts = []
     for batch in groups.select_columns("texts").with_format("arrow").iter(1000):
         texts = pa.chunked_array(batch["texts"]).combine_chunks()
-        is_blank = pc.or_(pc.utf8_is_space(texts.flatten()), pc.equal(pc.binary_length(texts.flatten()), 0))
-        rows = pc.list_parent_indices(texts).filter(pc.invert(is_blank)).to_numpy()
+        # A letter or a digit is a token to every tokenizer; of the few texts without, each is looked at.
+        readable = pc.match_substring_regex(texts.flatten(), r"[\pL\pN]").to_numpy(zero_copy_only=False)
+        doubtful = np.flatnonzero(~readable)
+        for place, text in zip(doubtful, texts.flatten().take(doubtful).to_pylist(), strict=True):
+            readable[place] = bool(text.strip() and lm_tokenizer(text)["input_ids"])
+        rows = pc.list_parent_indices(texts).to_numpy()[readable]
         counts.append(np.bincount(rows, minlength=len(texts)))
     kept = np.flatnonzero(np.concatenate(counts) >= 2)
     if len(kept) == len(groups):
         return groups
     if len(kept) == 0:
-        raise ValueError("No group has two chunks with a character: there is nothing to train on.")
+        raise ValueError("No group has two chunks with a token: there is nothing to train on.")
     left_out = len(groups) - len(kept)
-    say_once(f"{left_out} of {len(groups)} groups are left out: fewer than two of their chunks have a character.")
+    say_once(f"{left_out} of {len(groups)} groups are left out: fewer than two of their chunks have a token.")
     return groups.select(kept)
 
 
 def make_trainer(
-    model_args: ModelArguments, data_args: DataArguments, args: RevelaTrainingArguments, callbacks: list | None = None
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    args: RevelaTrainingArguments,
+    callbacks: list | None = None,
+    trainer_class: type[RevelaTrainer] = RevelaTrainer,
 ) -> RevelaTrainer:
     """Data, models and tokenizers as the arguments say, put together and ready to train."""
     check_steps(args)
+    cap_workers(args)
     set_seed(args.seed)
 
     # 1. Data: prepared groups, mixed by weight; held-out documents for validation.
@@ -263,6 +278,9 @@ def make_trainer(
 
     # 2. Model and tokenizers.
     retriever_tokenizer, lm_tokenizer = load_tokenizers(model_args)
+    train_set = drop_blank_groups(train_set, lm_tokenizer)
+    if validation is not None:
+        validation = drop_blank_groups(validation, lm_tokenizer)
     collator = GroupCollator(
         retriever_tokenizer,
         lm_tokenizer,
@@ -280,7 +298,7 @@ def make_trainer(
     fit_vocabulary(model.retriever, retriever_tokenizer, is_trained=not model_args.retriever_lora_r)
     fit_vocabulary(model.lm.backbone, lm_tokenizer, is_trained=not (model_args.lm_lora_r or model_args.freeze_lm))
 
-    return RevelaTrainer(
+    return trainer_class(
         model=model,
         args=args,
         train_dataset=train_set,
@@ -291,11 +309,15 @@ def make_trainer(
 
 
 def train(
-    model_args: ModelArguments, data_args: DataArguments, args: RevelaTrainingArguments, callbacks: list | None = None
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    args: RevelaTrainingArguments,
+    callbacks: list | None = None,
+    trainer_class: type[RevelaTrainer] = RevelaTrainer,
 ) -> RevelaTrainer:
     """Train, or go on with an earlier run; the last state is left in the output folder itself."""
     resume = last_checkpoint(args)
-    trainer = make_trainer(model_args, data_args, args, callbacks)
+    trainer = make_trainer(model_args, data_args, args, callbacks, trainer_class)
     trainer.run(resume)
     return trainer
 

@@ -77,15 +77,20 @@ class RevelaTrainer(PretrainingTrainer):
             next_token_loss = output.next_token_loss.detach()
             self._add("next_token_loss", next_token_loss * divided_by, tokens)
             self._add("in_batch_gain", (next_token_loss - output.in_batch_loss) * divided_by, tokens)
-        largest, chunks = weights.amax(-1), len(weights)
-        self._add("max_weight", largest.sum(), chunks)
-        self._add("weight_entropy", torch.special.entr(weights).sum(), chunks)
-        self._add("learning_chunks", (largest < 0.999).float().sum(), chunks)
+        self._add_weights(weights)
+        self._add("learning_chunks", (weights.amax(-1) < 0.999).float().sum(), len(weights))
         if output.similarities is not None:
-            same = (group_ids[:, None] == group_ids[None]).fill_diagonal_(False)
-            self._add("mean_cosine", output.similarities[same].float().sum(), same.sum())
+            self._add_cosines(output.similarities, group_ids)
         self._add("pairs", torch.tensor(float(output.num_pairs), device=weights.device))
         self._tokens += int(inputs["attention_mask"].sum())
+
+    def _add_weights(self, weights: torch.Tensor, prefix: str = "") -> None:
+        self._add(f"{prefix}max_weight", weights.amax(-1).sum(), len(weights))
+        self._add(f"{prefix}weight_entropy", torch.special.entr(weights).sum(), len(weights))
+
+    def _add_cosines(self, similarities: torch.Tensor, group_ids: torch.Tensor) -> None:
+        same = (group_ids[:, None] == group_ids[None]).fill_diagonal_(False)
+        self._add("mean_cosine", similarities[same].float().sum(), same.sum())
 
     def _log_parts(self) -> dict[str, float]:
         model, parts = self.accelerator.unwrap_model(self.model), {}
@@ -129,6 +134,9 @@ class RevelaTrainer(PretrainingTrainer):
 
     def _measure(self, model, rows) -> dict[str, float]:
         """Retrieval gain and sibling retrieval on held-out groups."""
+        return retrieval_gain(model, self._batches(rows)) | self._siblings(model, rows)
+
+    def _siblings(self, model, rows) -> dict[str, float]:
         collator = self.data_collator
 
         def encoder(prompt: str):
@@ -145,8 +153,7 @@ class RevelaTrainer(PretrainingTrainer):
             encoder(collator.document_prompt),
             span_ratio=collator.similarity_span_ratio,
         )
-        gain = retrieval_gain(model, self._batches(rows))
-        return gain | {f"sibling_{name}": value for name, value in siblings.items()}
+        return {f"sibling_{name}": value for name, value in siblings.items()}
 
     _what_takes_memory = "max_length or group_size"
 

@@ -48,7 +48,15 @@ def test_missing_file_is_named(beir_folder, name):
         ("qrels/test.tsv", "q1\tapple\t1\nq1\tapple\t0\n", r"line 2: apple is judged for q1 a second time"),
         ("corpus.jsonl", '{"_id": null, "text": "x"}\n', r'line 1: each line must be an object with "_id"'),
         ("corpus.jsonl", '{"_id": "a", "title": ["t"], "text": "x"}\n', 'line 1: "title" must be text'),
-        ("corpus.jsonl", '{"_id": "a", "text": "\\ud800"}\n', "line 1: the text holds halves of surrogate pairs"),
+        ("corpus.jsonl", '{"_id": "a", "text": "\\ud800"}\n', "line 1: the text or its _id holds halves of surrogate"),
+        ("corpus.jsonl", '{"_id": "\\ud800", "text": "x"}\n', "line 1: the text or its _id holds halves of surrogate"),
+        (
+            "corpus.jsonl",
+            '{"_id": "a", "title": "\\ud800", "text": "x"}\n',
+            "line 1: the text or its _id holds halves",
+        ),
+        ("corpus.jsonl", "[" * 10_000, r"corpus\.jsonl, line 1: maximum recursion depth"),
+        ("qrels/test.tsv", "q1\tapple\t1\nq1\t" + "x" * 200_000 + "\t1\n", "names 1 ids that are not in corpus"),
     ],
 )
 def test_bad_content_is_one_clear_error(beir_folder, name, content, message):
@@ -66,7 +74,11 @@ def test_a_byte_order_mark_is_no_content(beir_folder):
     assert (found.corpus, found.queries, found.qrels) == (expected.corpus, expected.queries, expected.qrels)
 
 
-def test_not_utf8(beir_folder):
-    (beir_folder / "corpus.jsonl").write_bytes(b'{"_id": "apple", "text": "caf\xe9"}\n')
-    with pytest.raises(ValueError, match=r"corpus\.jsonl is not UTF-8"):
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("corpus.jsonl", b'{"_id": "a", "text": "caf\xe9"}\n'), ("qrels/test.tsv", b"q1\tcaf\xe9\t1\n")],
+)
+def test_not_utf8(beir_folder, name, content):
+    (beir_folder / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{name} is not UTF-8"):
         load_beir_folder(beir_folder)

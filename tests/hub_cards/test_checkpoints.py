@@ -58,9 +58,19 @@ def test_weights_that_are_not_whole_are_named(tmp_path, damage):
         ({}, "has no `weight_map`"),
         ({"weight_map": ["a"]}, "has no `weight_map`"),
         ({"weight_map": {"weight": "model-2.safetensors"}}, "names model-2.safetensors, which is missing"),
+        ({"weight_map": {"weight": "\ud800.safetensors"}}, "names .*, which is missing"),
+        ({"weight_map": {"weight": f"{'x' * 300}.safetensors"}}, "names x*.safetensors, which is missing"),
     ],
 )
 def test_index_that_does_not_fit_is_named(tmp_path, index, message):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match=rf"index\.json {message}"):
+        check_folder(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["\ud800", "a\0b"])
+def test_module_whose_path_is_none_is_named(tmp_path, path):
+    module = {"type": "sentence_transformers.models.Pooling", "path": path}
+    (tmp_path / "modules.json").write_text(json.dumps([module]))
+    with pytest.raises(ValueError, match=r"modules\.json names .*, which is no path"):
         check_folder(tmp_path)

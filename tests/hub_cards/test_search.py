@@ -1,4 +1,5 @@
 import json
+import os
 
 import pyarrow
 import pyarrow.parquet as parquet
@@ -32,8 +33,42 @@ def test_reads_a_prepared_set(tmp_path):
     assert read_passages(tmp_path) == expected
     assert read_passages(tmp_path / "train-00000-of-00001.parquet") == expected[:2]
     parquet.write_table(pyarrow.table({"text": ["x"]}), tmp_path / "other.parquet")
-    with pytest.raises(ValueError, match=r"other\.parquet has the columns text, but a prepared set has texts"):
+    with pytest.raises(
+        ValueError, match=r"other\.parquet is no .*it has the columns text, but a prepared set has texts"
+    ):
         read_passages(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"texts": ["a", None], "doc_ids": ["d", "d"]}, "row 1 has no texts with an id each"),
+        ({"texts": ["a", "b"], "doc_ids": ["d"]}, "row 1 has no texts with an id each"),
+        ({"texts": None, "doc_ids": ["d"]}, "row 1 has no texts with an id each"),
+        ({"texts": [1, 2], "doc_ids": ["d", "d"]}, "row 1 has no texts with an id each"),
+    ],
+)
+def test_a_prepared_set_that_holds_something_else_is_named(tmp_path, row, message):
+    parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "set.parquet")
+    with pytest.raises(ValueError, match=rf"set\.parquet is no prepared set that can be read \({message}"):
+        read_passages(tmp_path)
+
+
+def test_a_damaged_prepared_set_is_named(tmp_path):
+    parquet.write_table(pyarrow.table({"texts": [["a"]], "doc_ids": [["d"]]}), tmp_path / "set.parquet")
+    whole = (tmp_path / "set.parquet").read_bytes()
+    for content in (b"", whole[:-20], whole[:30] + b"\0\0\xff" + whole[33:]):
+        (tmp_path / "set.parquet").write_bytes(content)
+        with pytest.raises(ValueError, match=r"set\.parquet is no prepared set that can be read"):
+            read_passages(tmp_path)
+
+
+def test_names_and_marks_that_could_not_be_stored(tmp_path):
+    """Byte order marks are no text, and a file's name that is not UTF-8 makes ids that are."""
+    (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_bytes(b"\xef\xbb\xbfcoffee")
+    (tmp_path / "lines.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "tea"}\n')
+    assert read_passages(tmp_path) == [("caf\\udce9.txt#1", "coffee"), ("lines.jsonl#1", "tea")]
+    assert read_passages(tmp_path / os.fsdecode(b"caf\xe9.txt")) == [("caf\\udce9.txt#1", "coffee")]
 
 
 def test_reads_a_folder_of_text(tmp_path):

@@ -16,7 +16,7 @@ import revela_hub
 ROOT = Path(__file__).parent.parent.parent
 COMMAND = [sys.executable, "-m", "revela_hub"]
 RECIPE = """\
-temperature: 1e-2
+similarity_temperature: 1e-2
 in_batch_gate: true
 learning_rate: 1e-2
 max_steps: 4
@@ -139,6 +139,6 @@ def test_raw_text_to_search_with_the_script_itself(
     def train(*arguments: object) -> None:
         in_processes(*arguments, "--use_cpu", "true", command=script)
 
-    options = ("--retriever_name_or_path", tiny_bert_folder, "--retriever_pooling", "mean")
+    options = ("--retriever_name_or_path", tiny_bert_folder, "--pooling", "mean")
     options += ("--lm_name_or_path", tiny_lm_folder)
     follow_the_chain(in_processes, train, text_folder, task_folder, tmp_path, options)

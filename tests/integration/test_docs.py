@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.hub_server import HubServer
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["own-corpus", "large-corpora", "own-backbone", "publish", "reproduce", "scale", "retromae"]
 PAGES = [f"docs/{page}.md" for page in PAGES]
@@ -48,20 +50,29 @@ def reader(tmp_path_factory, tiny_lm_folder, tiny_bert_folder, text_folder) -> P
     return folder
 
 
+@pytest.fixture(scope="module")
+def hub():
+    """The Hub of the page that pushes: the reader is logged in there as `me`."""
+    with HubServer() as hub:
+        hub.add_user("hf_me", "me")
+        yield hub
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("pages", [PAGES[:-1], PAGES[-1:]], ids=["revela", "retromae"])
-def test_every_command_of_the_pages_runs(reader, pages):
+def test_every_command_of_the_pages_runs(reader, hub, tmp_path, pages):
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     environment |= {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
     ran = 0
     for page in pages:
+        online = hub.environment("hf_me", tmp_path) if page == "docs/publish.md" else {}
         for language, text in blocks(page):
             commands = [text] if language == "python" else text.strip().splitlines()
             for command in commands:
                 if command.startswith("accelerate launch "):
                     command += " --use_cpu true"  # docs/reproduce.md tells what a CPU needs
                 line = [sys.executable, "-c", command] if language == "python" else ["bash", "-c", command]
-                result = subprocess.run(line, cwd=reader, env=environment, capture_output=True, text=True)
+                result = subprocess.run(line, cwd=reader, env=environment | online, capture_output=True, text=True)
                 assert result.returncode == 0, f"{page}: {command}\n{result.stdout[-2000:]}\n{result.stderr[-2000:]}"
                 ran += 1
     assert ran > 7

@@ -9,6 +9,8 @@ import warnings
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from transformers import BertForMaskedLM, BertModel
 
@@ -212,6 +214,42 @@ def test_visibility_has_the_fixed_places_and_the_ratio():
     for dim in (0, 1):
         mean = (share * free).sum(dim) / free.sum(dim)
         assert (mean - 0.3).abs().max() < 5 * deviation / math.sqrt(18)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.lists(st.integers(1, 14), min_size=1, max_size=4), st.floats(0, 1), st.booleans())
+def test_visibility_of_any_batch(data, lengths, ratio, has_words):
+    length = max(lengths)
+    shape = len(lengths), length
+
+    def draw(values):
+        row = st.lists(values, min_size=length, max_size=length)
+        return torch.tensor(data.draw(st.lists(row, min_size=len(lengths), max_size=len(lengths))))
+
+    real = torch.arange(length) < torch.tensor(lengths)[:, None]
+    special, words = draw(st.booleans()), draw(st.integers(0, 1)).cumsum(1) if has_words else None
+    seeds = torch.tensor(data.draw(st.lists(st.integers(0, 2**63 - 1), min_size=shape[0], max_size=shape[0])))
+    visible = sample_visibility(real.long(), ratio, seeds, special, words)
+    assert visible.shape == (*shape, length)
+    own = torch.eye(length, dtype=torch.bool).expand_as(visible)
+    assert not visible[own].any()
+    # The embedding's place: seen by all but itself, so every row that predicts a token sees something.
+    assert visible[:, 1:, 0].all()
+    assert not (visible & ~real[:, None])[:, :, 1:].any()
+    assert visible[((special & real)[:, None] & real[:, :, None]).expand_as(visible) & ~own].all()
+    names = torch.arange(length).expand(shape) if words is None else words
+    for row in range(shape[0]):
+        for word in set(names[row].tolist()):
+            # Whole words, up to the row's own token and what is always or never seen.
+            drawn = (names[row] == word) & real[row] & ~special[row] & (torch.arange(length) > 0)
+            for i in range(lengths[row]):
+                seen = visible[row, i, drawn & ~own[row, i]]
+                assert seen.all() or not seen.any()
+        alone = sample_visibility(
+            real[row : row + 1, : lengths[row]].long(), ratio, seeds[row : row + 1],
+            special[row : row + 1, : lengths[row]], None if words is None else words[row : row + 1, : lengths[row]],
+        )  # fmt: skip
+        assert torch.equal(alone[0], visible[row, : lengths[row], : lengths[row]])
 
 
 def test_what_an_example_sees_depends_on_its_seed_alone():

@@ -7,7 +7,8 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from transformers import AutoModelForMaskedLM, BertForMaskedLM, TrainerCallback
+from tokenizers import normalizers
+from transformers import AutoModelForMaskedLM, AutoTokenizer, BertForMaskedLM, TrainerCallback
 
 from trainers.data.prepare import PrepareConfig, prepare
 from trainers.revela import DataArguments, ModelArguments, train
@@ -72,6 +73,14 @@ def sequences_folder(text_folder, tiny_bert_folder, tmp_path_factory) -> Path:
     return out
 
 
+@pytest.fixture(scope="session")
+def no_accents(tiny_lm_folder):
+    """A tokenizer to which accents alone are nothing."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm_folder)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])
+    return tokenizer
+
+
 class Watch(TrainerCallback):
     """Keeps what the parameters were at the start, and what each forward pass was asked for."""
 
@@ -91,9 +100,11 @@ def run_training(tiny_lm_folder, prepared_folder):
     """Trains the tiny Llama as both halves for a few steps; options of the three config classes override."""
 
     def run(output_dir: Path, model=None, data=None, callbacks=None, **training) -> RevelaTrainer:
-        model = {"retriever_name_or_path": str(tiny_lm_folder), "temperature": 0.01, "in_batch_gate": True} | (
-            model or {}
-        )
+        model = {
+            "retriever_name_or_path": str(tiny_lm_folder),
+            "similarity_temperature": 0.01,
+            "in_batch_gate": True,
+        } | (model or {})
         data = {"train_sets": [str(prepared_folder)], "max_length": 96, "validation_groups": 6} | (data or {})
         training = {
             "output_dir": str(output_dir),

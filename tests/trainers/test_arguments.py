@@ -37,9 +37,11 @@ def parse(*argv: str):
 
 
 def test_without_recipe_the_command_line_is_all():
-    model, data, training = parse(*NEEDED, "--temperature", "1e-3", "--train_sets", "x", "y", "--learning-rate", "0.1")
+    model, data, training = parse(
+        *NEEDED, "--similarity_temperature", "1e-3", "--train_sets", "x", "y", "--learning-rate", "0.1"
+    )
     assert (model.retriever_name_or_path, training.output_dir) == ("a", "b")
-    assert (model.temperature, data.train_sets, training.learning_rate) == (1e-3, ["x", "y"], 0.1)
+    assert (model.similarity_temperature, data.train_sets, training.learning_rate) == (1e-3, ["x", "y"], 0.1)
     assert model.similarity_span == "first_half" and training.per_device_train_batch_size == 1
 
 
@@ -47,7 +49,7 @@ def test_without_recipe_the_command_line_is_all():
     ("text", "name", "value"),
     [
         # YAML takes 1e-4 for a string.
-        ("temperature: 1e-4", "temperature", 1e-4),
+        ("similarity_temperature: 1e-4", "similarity_temperature", 1e-4),
         ("learning_rate: '5e-5'", "learning_rate", 5e-5),
         ("learning_rate: 1", "learning_rate", 1.0),
         ("retriever_lora_r: '16'", "retriever_lora_r", 16),
@@ -82,10 +84,12 @@ def test_recipe_value_gets_the_type_of_its_field(recipe, text, name, value):
 
 
 def test_command_line_wins_over_recipe_in_each_form(recipe):
-    text = "temperature: 1e-4\nv_norm: true\ntrain_sets: [one, two]\nmax_length: 9\nsave_steps: 5\nbf16: true"
+    text = (
+        "similarity_temperature: 1e-4\nv_norm: true\ntrain_sets: [one, two]\nmax_length: 9\nsave_steps: 5\nbf16: true"
+    )
     model, data, training = parse(
         recipe(text),
-        "--temperature=0.5",
+        "--similarity_temperature=0.5",
         "--no_v_norm",
         "--train_sets",
         "three",
@@ -94,7 +98,7 @@ def test_command_line_wins_over_recipe_in_each_form(recipe):
         "--bf16",
         "false",
     )
-    assert (model.temperature, model.v_norm, data.train_sets, data.max_length) == (0.5, False, ["three"], 7)
+    assert (model.similarity_temperature, model.v_norm, data.train_sets, data.max_length) == (0.5, False, ["three"], 7)
     assert (training.save_steps, training.bf16) == (5, False)
 
 
@@ -151,8 +155,15 @@ def test_recipe_that_is_no_mapping_is_an_error(tmp_path, text):
 
 
 def test_broken_yaml_names_file_and_line(tmp_path):
-    (tmp_path / "r.yaml").write_text("temperature: 1\n  max_length: [")
+    (tmp_path / "r.yaml").write_text("similarity_temperature: 1\n  max_length: [")
     with pytest.raises(ValueError, match=r"r.yaml is no YAML(.|\n)*line 2"):
+        parse(str(tmp_path / "r.yaml"))
+
+
+@pytest.mark.parametrize("text", ["[" * 3000, "max_length: " + "9" * 5000, "v_norm: !!bool x", "a: !!timestamp x"])
+def test_what_pyyaml_trips_over_names_the_file(tmp_path, text):
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(ValueError, match="r.yaml is no YAML"):
         parse(str(tmp_path / "r.yaml"))
 
 
@@ -166,7 +177,7 @@ def test_unknown_recipe_fields_are_all_named(recipe):
     [
         ("learning_rate: [1, 2]", r"recipe's `learning_rate` cannot be \[1, 2\]"),
         ("max_length: {a: 1}", "recipe's `max_length` cannot be {'a': 1}"),
-        ("temperature: null", "recipe's `temperature` cannot be null"),
+        ("similarity_temperature: null", "recipe's `similarity_temperature` cannot be null"),
         ("similarity_span: []", r"recipe's `similarity_span` cannot be \[\]"),
     ],
 )
@@ -184,9 +195,13 @@ def test_recipe_values_of_another_form_are_errors(recipe, text, message):
         ("train_weights: [a]", (), "--train_weights.*: invalid float value: 'a'"),
         ("eval_strategy: sometimes", (), "--eval_strategy.*: invalid choice: 'sometimes'"),
         ("", ("--max_length", "long"), "--max_length.*: invalid int value: 'long'"),
-        ("", ("--temprature", "1"), "no option --temprature; did you mean --temperature"),
+        (
+            "",
+            ("--similarity_temprature", "1"),
+            "no option --similarity_temprature; did you mean --similarity_temperature",
+        ),
         ("", ("--train_set", "x"), "no option --train_set; did you mean --train_sets"),
-        ("", ("--temperature", "1", "second.yaml"), "no option second.yaml"),
+        ("", ("--similarity_temperature", "1", "second.yaml"), "no option second.yaml"),
     ],
 )
 def test_wrong_values_and_options_exit_with_2_and_name_the_option(recipe, capsys, text, argv, message):

@@ -56,7 +56,7 @@ def test_added_tokens_of_both_halves_are_trained_saved_and_exported(
     run_training, watch, grow, tiny_bert_folder, tiny_lm_folder, tmp_path
 ):
     (retriever, retriever_rows), (lm, lm_rows) = grow(tiny_bert_folder), grow(tiny_lm_folder, AutoModelForCausalLM)
-    names = {"retriever_name_or_path": str(retriever), "lm_name_or_path": str(lm), "retriever_pooling": "mean"}
+    names = {"retriever_name_or_path": str(retriever), "lm_name_or_path": str(lm), "pooling": "mean"}
     trainer = run_training(tmp_path / "run", model=names, callbacks=[watch], max_steps=4)
     heron = AutoTokenizer.from_pretrained(lm).convert_tokens_to_ids("heron")
     name = "lm.backbone.model.embed_tokens.weight"
@@ -144,7 +144,7 @@ def test_roberta_has_fewer_positions_than_its_config_says(roberta_folder):
 
 def test_revela_refuses_lengths_beyond_either_half(run_training, roberta_folder, tiny_lm_folder, tmp_path):
     names = {"retriever_name_or_path": str(roberta_folder), "lm_name_or_path": str(tiny_lm_folder)}
-    pooling = {"retriever_pooling": "mean"}
+    pooling = {"pooling": "mean"}
     with pytest.raises(ValueError, match="`retriever_max_length` is 33, but .* 32"):
         run_training(tmp_path, model=names | pooling, data={"retriever_max_length": 33})
     with pytest.raises(ValueError, match="`max_length` is 257, but .* 256"):

@@ -344,7 +344,7 @@ def run_until_killed(out: Path, lm: Path, prepared: Path, method: str, step: int
         "save_steps": 2,
         "logging_steps": 1,
         "learning_rate": 1e-2,
-        "temperature": 0.01,
+        "similarity_temperature": 0.01,
         "in_batch_gate": "true",
         "max_length": 96,
         "retriever_lora_r": 4,

@@ -1,9 +1,11 @@
 """Settings that cannot be are refused before anything is loaded."""
 
+import os
+
 import pytest
 
 from trainers import finetune, finetune_model, retromae, revela
-from trainers.checks import check_steps
+from trainers.checks import cap_workers, check_steps
 from trainers.finetune_trainer import FinetuneTrainingArguments
 
 REVELA_MODEL, REVELA_DATA = (revela.ModelArguments, "a"), (revela.DataArguments,)
@@ -21,8 +23,8 @@ METHOD = (finetune.MethodArguments,)
         (REVELA_MODEL, {"retriever_lora_dropout": 1.0}, "`retriever_lora_dropout` must be at least 0 and below 1"),
         (REVELA_MODEL, {"dtype": "float99"}, "No dtype 'float99': choose one of float32, bfloat16, float16"),
         (REVELA_MODEL, {"freeze_lm": True, "lm_lora_r": 4}, "`lm_lora_r` 4 would not be trained: pass --lm_lora_r 0"),
-        (REVELA_MODEL, {"temperature": 0.0}, "temperature` must be above 0"),
-        (REVELA_MODEL, {"retriever_pooling": "max"}, "`pooling` must be one of eos, cls, mean"),
+        (REVELA_MODEL, {"similarity_temperature": 0.0}, "`similarity_temperature` must be above 0"),
+        (REVELA_MODEL, {"pooling": "max"}, "`pooling` must be one of eos, cls, mean"),
         (REVELA_DATA, {"max_length": 1}, "`max_length` must be at least 2, not 1"),
         (REVELA_DATA, {"retriever_max_length": 0}, "`retriever_max_length` must be at least 1"),
         (REVELA_DATA, {"validation_groups": 0}, "`validation_groups` must be at least 1"),
@@ -72,3 +74,19 @@ def test_training_without_a_step_is_an_error(tmp_path, epochs):
     with pytest.raises(ValueError, match="`num_train_epochs` is .* nothing to train"):
         check_steps(FinetuneTrainingArguments(num_train_epochs=epochs, **options))
     check_steps(FinetuneTrainingArguments(num_train_epochs=epochs, max_steps=1, **options))
+
+
+def test_workers_are_no_more_than_a_process_has_cores(monkeypatch, tmp_path, caplog):
+    cores = len(os.sched_getaffinity(0))
+    args = FinetuneTrainingArguments(output_dir=str(tmp_path), use_cpu=True, dataloader_num_workers=cores)
+    cap_workers(args)
+    assert args.dataloader_num_workers == cores and not caplog.records
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(2 * cores))
+    cap_workers(args)
+    assert args.dataloader_num_workers == 1
+    args.dataloader_num_workers = cores + 4
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    with caplog.at_level("WARNING", logger="trainers"):
+        cap_workers(args)
+    assert args.dataloader_num_workers == cores
+    assert f"`dataloader_num_workers` is {cores} instead of {cores + 4}" in caplog.text

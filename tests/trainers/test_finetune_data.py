@@ -121,18 +121,27 @@ def test_development_set_is_cut_to_judged_and_other_documents(tmp_path):
     [
         ("qrels.train.tsv", "1\t0\t10\n", "qrels.train.tsv, line 1: expected query id, 0, passage id and grade"),
         ("qrels.train.tsv", "1\t0\t99\t1\n", "names the document 99, which is not in"),
-        ("qrels.train.tsv", "99\t0\t10\t1\n", "name the query 99, which has no text"),
+        ("qrels.train.tsv", "99\t0\t10\t1\n", "qrels.train.tsv names the query 99, which has no text"),
         ("qrels.train.tsv", "1\t0\t10\t0\n", "no query with a relevant document"),
         ("queries.train.tsv", "1 water\n", "queries.train.tsv, line 1: expected an id and, behind a tab, a text"),
         ("qidpidtriples.train.full.2.tsv", "1\t10\n", "line 1: 2 fields where a query's id and those of two passages"),
         ("qidpidtriples.train.full.2.tsv", "1\t10\t99\n", "names the document 99"),
+        ("qrels.train.tsv", "1\t0\t10\t²\n", "qrels.train.tsv, line 1: expected query id, 0, passage id and grade"),
         ("collection.tsv.gz", "no gzip", "collection.tsv.gz: cannot be read to its end"),
+        (
+            "collection.tsv.gz",
+            gzip.compress(b"1\tx\n" * 99)[:20] + b"\0\xff" * 9,
+            "collection.tsv.gz: cannot be read to",
+        ),
     ],
 )
 def test_bad_files_are_named_with_the_line(msmarco, file, content, message):
-    (msmarco / file).write_text(content)
+    (msmarco / file).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=message):
         load_training_set(str(msmarco))
+    if "qrels" in file and "no query with" not in message:
+        with pytest.raises(ValueError, match=message):
+            load_development_set(str(msmarco), "train")
 
 
 def test_missing_sources_are_named(msmarco, tmp_path_factory):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests.trainers.finetune_sets import make_encoder, make_task
 
 ROOT = Path(__file__).parent.parent.parent
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.processes
 # Plain gradient descent, so that an update is as near as the gradients are.
 OPTIONS = {
     "method": "ance",

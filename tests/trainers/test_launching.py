@@ -1,5 +1,11 @@
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from trainers.launching import LAUNCH_CONFIGS, Launch
@@ -38,3 +44,32 @@ def test_launch_options_fit_config_and_machine(tmp_path, monkeypatch):
     # Someone who has run `accelerate config` has said how to launch on this machine.
     monkeypatch.setattr(config_args, "default_config_file", str(own))
     assert command() == ([], without)
+
+
+LONG_STEP = """
+import os, pathlib, signal, time
+
+def end(*_):
+    time.sleep(40)
+    pathlib.Path(f"saved-{os.environ['RANK']}").touch()
+    raise SystemExit(143)
+
+signal.signal(signal.SIGTERM, end)
+pathlib.Path(f"started-{os.environ['RANK']}").touch()
+time.sleep(300)
+"""
+
+
+@pytest.mark.slow  # waits longer than the 30 seconds that torch's launcher gives
+def test_a_step_of_more_than_half_a_minute_is_waited_for(tmp_path):
+    (tmp_path / "job.py").write_text(LONG_STEP)
+    options = f"Launch('cpu', 2, main_process_port=0).command({str(tmp_path / 'job.py')!r})[0]"
+    code = f"import sys; from trainers.launching import *; sys.exit(run_launched({options}))"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    run = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment)
+    while len(list(tmp_path.glob("started-*"))) < 2:
+        assert run.poll() is None
+        time.sleep(0.1)
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(timeout=120) == 143
+    assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}

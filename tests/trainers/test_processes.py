@@ -12,7 +12,7 @@ from trainers.revela import main
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = {
-    "temperature": 0.01,
+    "similarity_temperature": 0.01,
     "in_batch_gate": "true",
     "max_length": 96,
     "max_steps": 4,

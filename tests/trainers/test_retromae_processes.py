@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")

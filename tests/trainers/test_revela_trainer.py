@@ -7,7 +7,6 @@ import torch
 from transformers import AutoTokenizer, TrainerCallback
 
 from modeling_revela import RevelaForPreTraining
-from trainers.revela_trainer import RevelaTrainingArguments
 
 LOSSES = {"loss", "in_batch_loss", "next_token_loss", "in_batch_gain"}
 HEALTH = {"max_weight", "weight_entropy", "learning_chunks", "mean_cosine", "pairs", "tokens_per_second"}
@@ -27,8 +26,8 @@ def largest_difference(first: dict, second: dict) -> float:
         ("tiny_lm_folder", {"retriever_lora_r": 4, "lm_lora_r": 4}),
         ("tiny_lm_folder", {"trainable_temperature": True}),
         ("tiny_lm_folder", {"freeze_lm": True, "retriever_lora_r": 4}),
-        ("tiny_bert_folder", {"retriever_pooling": "mean", "lm_lora_r": 4}),
-        ("tiny_bert_folder", {"retriever_pooling": "cls", "retriever_lora_r": 4, "in_batch_gate": False}),
+        ("tiny_bert_folder", {"pooling": "mean", "lm_lora_r": 4}),
+        ("tiny_bert_folder", {"pooling": "cls", "retriever_lora_r": 4, "in_batch_gate": False}),
     ],
     ids=["lora", "full", "frozen-lm", "bert-mean", "bert-cls-lora"],
 )
@@ -73,7 +72,7 @@ def test_frozen_base_may_be_bf16_while_adapters_are_float32(run_training, logged
 
 def test_lm_keeps_its_own_special_tokens(run_training, tiny_bert_folder, tiny_lm_folder, tmp_path):
     names = {"retriever_name_or_path": str(tiny_bert_folder), "lm_name_or_path": str(tiny_lm_folder)}
-    trainer = run_training(tmp_path, model=names | {"retriever_pooling": "mean"}, max_steps=1)
+    trainer = run_training(tmp_path, model=names | {"pooling": "mean"}, max_steps=1)
     config = trainer.model.config.lm_config
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (0, 1, None)
 
@@ -255,11 +254,6 @@ def test_each_part_has_its_learning_rate_and_decay(run_training, tmp_path):
     assert found["lm.backbone.model.layers.0.self_attn.q_proj.weight"] == (1e-4, 0.1)
     assert found["retriever.norm.weight"] == (1e-3, 0.0)
     assert found["lm.backbone.model.layers.0.input_layernorm.weight"] == (1e-4, 0.0)
-
-
-def test_checkpoints_are_not_pushed(tmp_path):
-    with pytest.raises(ValueError, match="`push_to_hub` is not for checkpoints"):
-        RevelaTrainingArguments(output_dir=str(tmp_path), use_cpu=True, push_to_hub=True)
 
 
 def test_learning_rates_that_are_left_out(run_training, tmp_path):

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, BertModel
 
 from modeling_revela import RevelaForPreTraining
+from trainers.launching import Launch
+
+pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "trainers" / "accelerate_configs"
@@ -30,7 +34,8 @@ COMMON = {
     "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "lr_scheduler_type": "cosine",
 }  # fmt: skip
 REVELA = COMMON | {
-    "temperature": 0.01, "in_batch_gate": "true", "max_length": 96, "validation_groups": 4, "embed_batch_size": 7,
+    "similarity_temperature": 0.01, "in_batch_gate": "true", "max_length": 96, "validation_groups": 4,
+    "embed_batch_size": 7,
 }  # fmt: skip
 # Of Adam with a large epsilon an update is as near as the gradients are.
 ADAM = {"learning_rate": 2e-2, "adam_epsilon": 1e-3, "weight_decay": 0.01}
@@ -51,7 +56,7 @@ def bert_folder(tiny_bert_folder, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def jobs(tiny_lm_folder, bert_folder, mlm_folder, prepared_folder, sequences_folder):
     """Method and options of each run."""
-    two = {"retriever_name_or_path": bert_folder, "lm_name_or_path": tiny_lm_folder, "retriever_pooling": "mean"}
+    two = {"retriever_name_or_path": bert_folder, "lm_name_or_path": tiny_lm_folder, "pooling": "mean"}
     lora = {"retriever_lora_r": 4, "lm_lora_r": 4, "trainable_temperature": "true", "gradient_checkpointing": "true"}
     return {
         "full": ("revela", REVELA | SGD | {"retriever_name_or_path": tiny_lm_folder, "train_sets": prepared_folder}),
@@ -181,10 +186,14 @@ def test_run_goes_on_after_a_process_was_killed_within_a_step(strategy, jobs, al
     assert_same_run(alone["lora"], out, first_step=3)
 
 
-def test_two_machines_do_what_one_process_does(jobs, alone, tmp_path):
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def test_two_machines_do_what_one_process_does(jobs, alone, tmp_path):
+    port = free_port()
     command = [sys.executable, "-m", "revela_hub", "train", "revela", "--launch-config", "cpu"]
     command += ["--num-processes", "2", "--num-machines", "2", "--main-process-ip", "127.0.0.1"]
     command += ["--main-process-port", str(port), *arguments(*jobs["lora"], 2, tmp_path / "out")]
@@ -199,6 +208,38 @@ def test_two_machines_do_what_one_process_does(jobs, alone, tmp_path):
         _, errors = machine.communicate(timeout=300)
         assert machine.returncode == 0, errors[-6000:]
     assert_same_run(alone["lora"], tmp_path / "out")
+
+
+def on_two_machines(runs: list, folder: Path, **more: str) -> list[int]:
+    """Run all of (method, arguments) on two machines of a process each; their exit codes, a minute apart at most."""
+    (folder / "jobs.json").write_text(json.dumps(runs))
+    environment = os.environ | {"HF_DATASETS_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"} | more
+    port, machines = free_port(), []
+    for rank in (0, 1):
+        launch = Launch("cpu", 2, 2, rank, "127.0.0.1", port).command(ROOT / "tests" / "trainers" / "launched.py")[0]
+        command = [sys.executable, "-m", "accelerate.commands.launch", *launch[2:], "jobs.json"]
+        machines.append(subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.DEVNULL))
+    try:
+        end = time.monotonic() + 300
+        while all(machine.poll() is None for machine in machines):
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        return [machine.wait(timeout=60) for machine in machines]
+    finally:
+        for machine in machines:
+            machine.kill()
+
+
+@pytest.mark.slow
+def test_a_machine_whose_other_lost_its_process_ends_too_and_the_run_goes_on(jobs, alone, tmp_path):
+    out = tmp_path / "out"
+    runs = [("revela", arguments(*jobs["lora"], 2, out, use_cpu="true"))]
+    codes = on_two_machines(runs, tmp_path, KILLED="1:4")
+    assert all(codes), codes
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-2"]
+    again = arguments(*jobs["lora"], 2, out, use_cpu="true", resume_from_checkpoint="true")
+    assert on_two_machines([("revela", again)], tmp_path) == [0, 0]
+    assert_same_run(alone["lora"], out, first_step=3)
 
 
 def test_adapters_are_moved_and_read_back(alone):

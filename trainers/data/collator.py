@@ -57,19 +57,28 @@ class GroupCollator:
     def __call__(self, groups: list[dict]) -> dict[str, torch.Tensor]:
         """
         Args:
-            groups: rows of a prepared set, each with `texts` and `source`. Chunks without a character are left
-                out: there is nothing to embed or predict.
+            groups: rows of a prepared set, each with `texts` and `source`. Chunks without a character, or without a
+                token of the LM, are left out: there is nothing to embed or predict.
 
         Returns:
             `input_ids`, `attention_mask`, `labels` (B, L); `document_input_ids`, `document_attention_mask` (B, L_d);
             `query_input_ids`, `query_attention_mask` (B, L_q), left out where both sides are the same; `group_ids`
             (B,). B counts the chunks of all groups.
+
+        Raises:
+            ValueError: naming a group of which fewer than two chunks are left.
         """
-        chunks = [[text for text in group["texts"] if text.strip()] for group in groups]
-        texts = [text for group in chunks for text in group]
+        chunks = [self._readable(group["texts"]) for group in groups]
+        for group, left in zip(groups, chunks, strict=True):
+            if len(left) < 2:
+                raise ValueError(
+                    f"Of a group of {', '.join(dict.fromkeys(group['doc_ids']))} fewer than two chunks have a token; "
+                    "each needs another to attend to: remove it."
+                )
+        texts = [text for group in chunks for text, _ in group]
         sizes = torch.tensor([len(group) for group in chunks])
-        lm = self.lm_tokenizer(
-            texts, truncation=True, max_length=self.max_length, padding=True, padding_side="right", return_tensors="pt"
+        lm = self.lm_tokenizer.pad(
+            {"input_ids": [ids for group in chunks for _, ids in group]}, padding_side="right", return_tensors="pt"
         )
         labels = lm["input_ids"].masked_fill(lm["attention_mask"] == 0, -100)
         # The first token is predicted from nothing: leaving it out makes the Trainer's count of targets exact.
@@ -88,6 +97,14 @@ class GroupCollator:
             queries = [self._first_part(ids) if half else ids for ids, half in zip(queries, halved, strict=True)]
             batch.update(self._pad("query", queries))
         return batch
+
+    def _readable(self, texts: list[str]) -> list[tuple[str, list[int]]]:
+        """The texts that have a character and a token of the LM, with their tokens."""
+        texts = [text for text in texts if text.strip()]
+        if not texts:
+            return []
+        tokens = self.lm_tokenizer(texts, truncation=True, max_length=self.max_length)["input_ids"]
+        return [(text, ids) for text, ids in zip(texts, tokens, strict=True) if ids]
 
     def _encode(self, prompt: str, texts: list[str]) -> list[list[int]]:
         return self.retriever_tokenizer(

@@ -11,13 +11,13 @@ from transformers import PreTrainedTokenizerBase
 
 class NumberedExamples(Dataset):
     """
-    The rows of a dataset, each with its `position` in the training stream: the collator's draws depend on it.
+    A dataset whose row i also says its `position`, epoch · rows + i.
 
-    A row has another position in every epoch (the trainer's data loader calls `set_epoch`), and the same one whatever
-    the order, the batch, the worker or the process.
+    [`RetroMAECollator`] seeds an example's masks with it: a text is masked anew in every epoch, and alike in whatever
+    order, batch, worker or process it is read, so that a resumed run or one of more processes sees the same masks.
 
     Args:
-        rows: a `datasets.Dataset`, or a list of dicts.
+        rows: a `datasets.Dataset`, or a list of dicts; each must be a mapping without the key `position`.
     """
 
     def __init__(self, rows):
@@ -25,7 +25,7 @@ class NumberedExamples(Dataset):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Called before each epoch."""
+        """Has positions count from `epoch` · rows on; the trainer calls it before each epoch."""
         self.epoch = epoch
 
     def __len__(self) -> int:

@@ -6,7 +6,9 @@ import os
 import platform
 import shutil
 import signal
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +24,7 @@ def replaced_folder(out: Path, source: str, overwrite: bool) -> Iterator[Path]:
     """A hidden folder beside `out` to write to, which becomes `out` when the block ends and is removed when it fails.
 
     SIGTERM and SIGHUP end the block with `SystemExit` (143, 129), where nothing else handles them. What a run that was
-    killed left behind is removed by the next one of the same name on the same machine.
+    killed left behind is removed by the next one of the same name on the same machine, and named by those elsewhere.
 
     Args:
         out: the folder's final, resolved name.
@@ -36,8 +38,10 @@ def replaced_folder(out: Path, source: str, overwrite: bool) -> Iterator[Path]:
     """
     _replaceable(out, source, overwrite)
     prefix = f".{out.name}.partial-{platform.node()}-"
-    for folder in out.parent.glob(f"{glob.escape(prefix)}*"):
-        if not _is_running(folder.name.removeprefix(prefix)):
+    for folder in out.parent.glob(f"{glob.escape(f'.{out.name}.partial-')}*"):
+        if not folder.name.startswith(prefix):
+            _name_if_old(folder)
+        elif not _is_running(folder.name.removeprefix(prefix)):
             shutil.rmtree(folder, ignore_errors=True)
     partial = out.parent / f"{prefix}{os.getpid()}"
     with _ending_by_exception():
@@ -120,6 +124,20 @@ def _is_running(pid: str) -> bool:
     except (OSError, OverflowError):  # not ours to signal
         return True
     return True
+
+
+def _name_if_old(folder: Path) -> None:
+    try:
+        written = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+    except OSError:  # it has just become the set
+        return
+    days = (time.time() - written) / 86_400
+    if days > 1:
+        print(
+            f"{readable(folder)} of another machine was last written to {days:.0f} days ago; if nothing runs there "
+            "any more, remove it.",
+            file=sys.stderr,
+        )
 
 
 @contextmanager

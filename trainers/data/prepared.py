@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, Features, List, Value, concatenate_datasets
-from datasets.exceptions import DatasetGenerationError
-from pyarrow import ArrowInvalid
+from datasets.exceptions import DatasetGenerationError, DatasetsError
+from pyarrow import ArrowException, ArrowInvalid
 
-from trainers.data.readers import DataError, numbered_lines
+from hub_cards.hub import explain, may_be_hub_id
+from trainers.data.readers import DataError, text_lines, unfit
 
 SEQUENCE_FEATURES = Features({name: Value("string") for name in ("text", "doc_id", "source")})
 FEATURES = Features({"texts": List(Value("string")), "doc_ids": List(Value("string")), "source": Value("string")})
@@ -111,7 +113,7 @@ def _released_files(folder: Path) -> list[Path]:
 
 
 def _download(dataset_id: str) -> Path:
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", dataset_id):
+    if not may_be_hub_id(dataset_id):
         raise DataError(f"{dataset_id} does not exist, and is not the id of a Hub dataset (owner/name) either.")
     from huggingface_hub import snapshot_download
 
@@ -120,14 +122,15 @@ def _download(dataset_id: str) -> Path:
         return Path(snapshot_download(dataset_id, repo_type="dataset", allow_patterns=patterns))
     except Exception as error:  # whatever the Hub or the network has to say
         raise DataError(
-            f"{dataset_id} is neither a file or folder here nor a dataset that downloads from the Hub: {error}"
+            f"{dataset_id} is neither a file or folder here nor a dataset that downloads from the Hub: "
+            f"{explain(error) or error}"
         ) from error
 
 
 def _load_parquet(files: list[Path], features: Features, method: str) -> Dataset:
     try:
         dataset = Dataset.from_parquet([str(file) for file in files])
-    except (DatasetGenerationError, ArrowInvalid) as error:
+    except (DatasetsError, ArrowException, OSError, ValueError, TypeError) as error:  # ValueError: no row at all
         reason = error.__cause__ or error
         raise DataError(
             f"{files[0]}, or another of its {len(files)} shards, cannot be read ({reason}); copy it again."
@@ -137,7 +140,25 @@ def _load_parquet(files: list[Path], features: Features, method: str) -> Dataset
             f"{files[0]}: no column {', '.join(sorted(missing))}, so this is no prepared set for {method}; make one "
             f"of its source with revela-hub prepare --for {method}."
         )
-    return dataset.select_columns(list(features))
+    dataset = dataset.select_columns(list(features))
+    for name, feature in features.items():
+        _check_texts(dataset.data.column(name), isinstance(feature, List), f"{files[0]}, column {name!r}")
+    return dataset
+
+
+def _check_texts(column: pa.ChunkedArray, in_lists: bool, where: str) -> None:
+    """Refuses what is no text and would end a run in its midst; reads the column once."""
+    try:
+        column.validate(full=True)  # writers of Parquet need not check that text is UTF-8
+        nulls, is_list = column.null_count, pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+        if is_list and in_lists:
+            column = pc.list_flatten(column)
+    except ArrowInvalid as error:
+        raise DataError(f"{where}: {error}; prepare the set again.") from error
+    is_text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
+    if is_list != in_lists or not is_text or nulls or column.null_count:
+        what = "lists of texts" if in_lists else "texts"
+        raise DataError(f"{where} holds something else than {what} ({column.type}, or null); prepare the set again.")
 
 
 def _load_released(files: list[Path]) -> Dataset:
@@ -149,20 +170,19 @@ def _load_released(files: list[Path]) -> Dataset:
         if isinstance(error.__cause__, DataError):
             raise error.__cause__ from None
         raise
+    except ValueError as error:  # of `datasets`, for a split without a row
+        raise DataError(f"{files[0]}, and the {len(files) - 1} files beside it, hold no group.") from error
 
 
 def _released_groups(stamps: list[tuple[str, int, int]]) -> Iterator[dict[str, Any]]:
     for file in (Path(stamp[0]) for stamp in stamps):
-        for number, line in numbered_lines(file):
-            if isinstance(line, DataError):
-                raise line
-            if not line.strip():
-                continue
+        for number, line in text_lines(file):
             where = f"{file}, line {number}"
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{where}, column {error.colno}: not JSON ({error.msg}).") from None
+            except (ValueError, RecursionError) as error:
+                column = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+                raise DataError(f"{where}{column}: not JSON ({getattr(error, 'msg', error)}).") from None
             source = file.name
             if isinstance(row, dict):
                 if "text" not in row:
@@ -174,6 +194,8 @@ def _released_groups(stamps: list[tuple[str, int, int]]) -> Iterator[dict[str, A
                     f"{' of other things' if isinstance(row, list) else ''}; if the line is a document, make groups "
                     "of the file with revela-hub prepare."
                 )
+            if bad := unfit("".join([source, *row])):
+                raise DataError(f"{where}: {bad}")
             if len(row) < 2:
                 raise DataError(
                     f"{where}: a group of {len(row)} chunk(s); each needs another to attend to: remove it."
@@ -194,7 +216,7 @@ def _check_groups(dataset: Dataset, path: Path) -> None:
         raise DataError(f"{path}, group {unequal}: texts and doc_ids differ in length; prepare the set again.")
 
 
-def mix_groups(datasets: Sequence[Dataset], weights: Sequence[float], seed: int) -> Dataset:
+def mix_sets(datasets: Sequence[Dataset], weights: Sequence[float], seed: int) -> Dataset:
     """Mix several prepared sets, so that each provides its weight's share of the rows.
 
     No row is repeated: the mix is the largest in which the set that runs out first keeps its share; of the others

@@ -33,6 +33,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hub_cards.hub import explain, may_be_hub_id
 from trainers.data.output_folder import readable
 from trainers.data.separated_values import MAX_FIELD, Row, rows_of, table_layout
 
@@ -44,10 +45,10 @@ CODE = set(
     ".hh .hpp .hxx .cu .cuh .m .mm .swift .cs .fs .vb .rb .php .pl .pm .lua .r .jl .dart .ex .exs .erl .hs .ml .mli "
     ".el .lisp .scm .sh .bash .zsh .fish .ps1 .sql .vue .svelte .zig .nim .d .f90 .f95 .f .asm .s .proto".split()
 )
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _MSMARCO_V2 = re.compile(r"msmarco_(passage|doc)_\d+")  # its .gz files hold JSON lines and do not say so
 _PEEK = 1 << 20
+_CUT_SHORT = (OSError, EOFError, zlib.error)  # what a damaged .gz raises, the first on a disk's fault as well
 
 
 class Document(NamedTuple):
@@ -98,7 +99,7 @@ class Source:
                     yield from self._read(file, file.relative_to(path).as_posix(), alone=False)
         elif path.exists():
             yield from self._read(path, path.name, alone=True)
-        elif _HUB_ID.fullmatch(self.source):
+        elif may_be_hub_id(self.source):
             yield from self.read_dataset(self.source)
         else:
             raise DataError(f"{self.source} does not exist, and is not the id of a Hub dataset (owner/name) either.")
@@ -180,7 +181,7 @@ class Source:
                     f"{file}: the suffix {suffix or '(none)'} says nothing about its format; give it one of "
                     f"{', '.join(sorted(TABLES | TEXTS | PAGES))} or that of a source file."
                 )
-        except (OSError, EOFError, zlib.error) as error:
+        except _CUT_SHORT as error:
             yield DataError(f"{file}: cannot be read to its end ({error}); copy the file again.")
 
     # Tables
@@ -289,7 +290,8 @@ class Source:
         except Exception as error:  # whatever the Hub, the network or the loader has to say
             raise DataError(
                 f"{path} is neither a file or folder here nor a dataset that loads from the Hub "
-                f"(--dataset-config {self.dataset_config}, --dataset-split {self.dataset_split}): {error}"
+                f"(--dataset-config {self.dataset_config}, --dataset-split {self.dataset_split}): "
+                f"{explain(error) or error}"
             ) from error
         if rows.column_names is not None:
             if missing := self._missing(rows.column_names):
@@ -435,6 +437,22 @@ def numbered_lines(file: Path) -> Iterator[tuple[int, str | DataError]]:
                 yield number, DataError(f"{file}, line {number}: {_NOT_UTF8}")
                 continue
             yield number, DataError(f"{file}, line {number}: {_NUL}") if "\0" in text else text
+
+
+def text_lines(file: Path) -> Iterator[tuple[int, str]]:
+    """Numbered lines without their ends; blank ones are passed over.
+
+    Raises:
+        DataError: a line that is not UTF-8 or holds NUL, a file that cannot be read to its end.
+    """
+    try:
+        for number, line in numbered_lines(file):
+            if isinstance(line, DataError):
+                raise line
+            if line.strip():
+                yield number, line.rstrip("\r\n")
+    except _CUT_SHORT as error:
+        raise DataError(f"{file}: cannot be read to its end ({error}); copy the file again.") from error
 
 
 _DROPPED = (

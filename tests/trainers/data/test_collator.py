@@ -20,6 +20,16 @@ def lm_tokenizer(tiny_lm_folder):
     return AutoTokenizer.from_pretrained(tiny_lm_folder)
 
 
+def test_chunks_without_a_token_of_the_lm_are_left_out(eos_tokenizer, no_accents):
+    collator = GroupCollator(eos_tokenizer, no_accents)
+    batch = collator([{**GROUP, "texts": [LONG, "\u0301", SHORT, "\u0301\u0302"]}])
+    expected = collator([{**GROUP, "texts": [LONG, SHORT]}])
+    assert batch.keys() == expected.keys() and all(torch.equal(batch[name], expected[name]) for name in batch)
+    for texts in ([LONG, "\u0301"], ["\u0301", " "]):
+        with pytest.raises(ValueError, match="Of a group of a, b fewer than two chunks have a token"):
+            collator([GROUP, {**GROUP, "texts": texts}])
+
+
 @pytest.fixture
 def eos_tokenizer(tiny_lm_folder):
     return append_eos(AutoTokenizer.from_pretrained(tiny_lm_folder))

@@ -5,6 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -74,6 +76,64 @@ def test_words_are_those_of_the_tokenizer(tiny_bert_folder):
     batch = RetroMAECollator(tokenizer)([{"text": text, "position": 0}])
     expected = [-1 if word is None else word for word in tokenizer(text).word_ids()]
     assert batch["word_ids"][0].tolist() == expected and len(set(expected)) < len(expected)
+
+
+RATIOS = st.floats(0, 1, exclude_min=True, exclude_max=True)
+SEEDS = st.integers(0, 2**63 - 1)
+
+
+@settings(max_examples=300, deadline=None)
+@given(words=st.lists(st.integers(-1, 12), max_size=40), ratio=RATIOS, seed=SEEDS)
+@example(words=[-1, -1], ratio=0.5, seed=0)
+@example(words=[3, -1, 3, 0], ratio=0.999, seed=1)
+def test_any_words_are_hidden_whole_at_the_ratio(words, ratio, seed):
+    hidden = hide_words(np.array(words, dtype=int), ratio, np.random.default_rng(seed))
+    chosen = {word for word, is_hidden in zip(words, hidden, strict=True) if is_hidden}
+    assert [bool(value) for value in hidden] == [word in chosen for word in words]
+    assert -1 not in chosen
+    count = len(set(words) - {-1})
+    assert len(chosen) in ({max(1, math.floor(ratio * count)), max(1, math.ceil(ratio * count))} if count else {0})
+    again = hide_words(np.array(words, dtype=int), ratio, np.random.default_rng(seed))
+    assert (again == hidden).all()
+
+
+@pytest.fixture(scope="module")
+def wordpiece(tiny_bert_folder):
+    return AutoTokenizer.from_pretrained(tiny_bert_folder)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), RATIOS, st.integers(0, 2**31), st.integers(1, 20))
+def test_any_batch_of_token_ids_is_masked_as_promised(wordpiece, data, ratio, seed, max_length):
+    """Special tokens may stand anywhere, the mask token among them, and a row may hold nothing else."""
+    ids = st.lists(
+        st.integers(0, len(wordpiece) - 1) | st.sampled_from(wordpiece.all_special_ids), min_size=1, max_size=30
+    )
+    examples = data.draw(
+        st.lists(st.fixed_dictionaries({"input_ids": ids, "position": SEEDS}), min_size=1, max_size=4)
+    )
+    collator = RetroMAECollator(wordpiece, max_length, ratio, seed)
+    batch = collator(examples)
+    text, real = batch["decoder_input_ids"], batch["attention_mask"].bool()
+    lengths = [min(len(row["input_ids"]), max_length) for row in examples]
+    assert real.sum(1).tolist() == lengths and text.shape == (len(examples), max(lengths))
+    assert [row[keep].tolist() for row, keep in zip(text, real, strict=True)] == [
+        row["input_ids"][:max_length] for row in examples
+    ]
+    special = torch.isin(text, torch.tensor(wordpiece.all_special_ids)) | ~real
+    assert torch.equal(batch["special_tokens_mask"].bool(), special)
+    hidden = batch["labels"] != -100
+    assert not (hidden & special).any()
+    assert torch.equal(batch["labels"][hidden], text[hidden])
+    assert torch.equal(batch["input_ids"][~hidden & real], text[~hidden & real])
+    for row, words in zip(hidden, (~special).sum(1).tolist(), strict=True):
+        allowed = {max(1, math.floor(ratio * words)), max(1, math.ceil(ratio * words))} if words else {0}
+        assert int(row.sum()) in allowed
+    for row, one in enumerate(examples):
+        alone = collator([one])
+        for name, value in alone.items():
+            together = batch[name][row]
+            assert torch.equal(value[0], together[: lengths[row]] if together.ndim else together), name
 
 
 @pytest.mark.parametrize("ratio", [0.15, 0.3, 0.5])

@@ -117,6 +117,19 @@ def partial_folders(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if ".partial-" in path.name]
 
 
+def test_what_another_machine_left_is_named_when_it_is_old(tmp_path, corpus, capsys):
+    for name, days in (("old", 3), ("new", 0)):
+        folder = tmp_path / f".out.partial-{name}-1"
+        folder.mkdir()
+        (folder / "train-00000").touch()
+        for path in (folder / "train-00000", folder):
+            os.utime(path, (time.time() - days * 86_400,) * 2)
+    prepare(PrepareConfig(str(corpus), str(tmp_path / "out")))
+    errors = capsys.readouterr().err
+    assert ".out.partial-old-1 of another machine was last written to 3 days ago" in errors and "-new-1" not in errors
+    assert len(partial_folders(tmp_path)) == 2
+
+
 def test_a_killed_runs_folder_is_removed_by_the_next_run(tmp_path, corpus):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()

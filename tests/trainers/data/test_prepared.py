@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset
 
 from trainers.data.prepare import SCHEMA, PrepareConfig, prepare
-from trainers.data.prepared import load_groups, mix_groups
+from trainers.data.prepared import load_groups, mix_sets
 from trainers.data.readers import DataError
 
 
@@ -110,6 +110,10 @@ def test_released_formats(tmp_path):
         ('["alone"]', "a group of 1 chunk"),
         ('["a", "b"', "column .*: not JSON"),
         ('["a", "caf\udce9"]', "not UTF-8"),
+        ('["a", "\\ud800"]', "not UTF-8"),
+        ('{"src": "\\ud800", "text": ["a", "b"]}', "not UTF-8"),
+        ("[" * 10_000, "not JSON"),
+        ("9" * 5000, "not JSON"),
     ],
 )
 def test_a_line_in_no_released_format_is_an_error_with_file_and_line(tmp_path, line, says):
@@ -118,6 +122,39 @@ def test_a_line_in_no_released_format_is_an_error_with_file_and_line(tmp_path, l
     with pytest.raises(DataError, match=says) as caught:
         load_groups(path)
     assert str(caught.value).startswith(f"{path}, line 4")
+
+
+def test_a_file_without_a_group_or_cut_short_is_named(tmp_path):
+    (tmp_path / "r.jsonl").write_text("\n")
+    with pytest.raises(DataError, match=r"r\.jsonl.* hold no group"):
+        load_groups(tmp_path)
+    (tmp_path / "r.jsonl").unlink()
+    packed = gzip.compress(RELEASED.encode() * 50)
+    (tmp_path / "r.jsonl.gz").write_bytes(packed[: len(packed) // 2] + b"\0\xff" * 9)
+    with pytest.raises(DataError, match=r"r\.jsonl\.gz: cannot be read to its end"):
+        load_groups(tmp_path)
+
+
+NO_UTF8 = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")])
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("texts", [["a", None]]),
+        ("texts", [None]),
+        ("texts", ["a text"]),
+        ("texts", [[1, 2]]),
+        ("doc_ids", [["a", None]]),
+        ("source", [None]),
+        ("source", NO_UTF8),
+    ],
+)
+def test_columns_that_hold_no_text_are_named(tmp_path, column, values):
+    table = {"texts": [["a", "b"]], "doc_ids": [["d", "d"]], "source": ["s"], column: values}
+    pq.write_table(pa.table(table), tmp_path / "train-00000-of-00001.parquet")
+    with pytest.raises(DataError, match=f"train-00000-of-00001.parquet, column '{column}'.*prepare the set again"):
+        load_groups(tmp_path)
 
 
 def test_an_empty_folder_is_an_error(tmp_path):
@@ -184,7 +221,7 @@ def groups(name: str, count: int) -> Dataset:
     ],
 )
 def test_a_mix_has_its_weights_and_repeats_nothing(sizes, weights, expected):
-    mixed = mix_groups([groups(name, size) for name, size in zip("abc", sizes, strict=False)], weights, seed=0)
+    mixed = mix_sets([groups(name, size) for name, size in zip("abc", sizes, strict=False)], weights, seed=0)
     assert tuple(Counter(mixed["source"]).values()) == tuple(
         Counter({name: count for name, count in zip("abc", expected, strict=False)})[name]
         for name in dict.fromkeys(mixed["source"])
@@ -195,9 +232,9 @@ def test_a_mix_has_its_weights_and_repeats_nothing(sizes, weights, expected):
 
 def test_a_mix_depends_on_the_seed_only():
     sets = [groups("a", 100), groups("b", 50)]
-    first = mix_groups(sets, [1, 1], seed=1)[:]
-    assert first == mix_groups(sets, [2, 2], seed=1)[:]
-    assert first != mix_groups(sets, [1, 1], seed=2)[:]
+    first = mix_sets(sets, [1, 1], seed=1)[:]
+    assert first == mix_sets(sets, [2, 2], seed=1)[:]
+    assert first != mix_sets(sets, [1, 1], seed=2)[:]
     assert first["source"] != sorted(first["source"])
     taken = {texts[0] for texts in first["texts"] if texts[0].startswith("a")}
     assert taken != {f"a{index}" for index in range(50)}  # a random part, not the first
@@ -206,4 +243,4 @@ def test_a_mix_depends_on_the_seed_only():
 @pytest.mark.parametrize("weights", [[1], [1, 0], [1, -1], [1, float("nan")]])
 def test_wrong_weights_are_errors(weights):
     with pytest.raises(ValueError, match="weight"):
-        mix_groups([groups("a", 5), groups("b", 5)], weights, seed=0)
+        mix_sets([groups("a", 5), groups("b", 5)], weights, seed=0)

@@ -1,0 +1,120 @@
+"""`push_to_hub` of a training run, against a Hub on this machine."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.hub_client import HubClient
+from tests.hub_server import HubServer
+from trainers.checkpoints import damage
+
+
+@pytest.fixture(scope="module")
+def hub():
+    with HubServer() as hub:
+        hub.add_user("hf_alice", "alice")
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def client(hub, tmp_path_factory):
+    with HubClient(hub, tmp_path_factory.mktemp("client"), "hf_alice") as client:
+        yield client
+
+
+@pytest.fixture
+def train(client, tiny_lm_folder, prepared_folder, mlm_folder, sequences_folder):
+    """Runs two steps of a method's script, a checkpoint each, in the process that knows the Hub."""
+
+    def run(method: str, output_dir: Path, *options, token: str | None = None):
+        model = {
+            "revela": ["--retriever_name_or_path", tiny_lm_folder, "--train_sets", prepared_folder, "--lm_lora_r", 2],
+            "retromae": ["--encoder_name_or_path", mlm_folder["plain"], "--train_sets", sequences_folder,
+                         "--max_seq_length", 48, "--per_device_train_batch_size", 4],
+        }[method]  # fmt: skip
+        common = "--use_cpu true --max_steps 2 --save_steps 1 --report_to none --disable_tqdm true --push_to_hub true"
+        arguments = [*map(str, model), "--output_dir", str(output_dir), *common.split(), *options]
+        code = f"from trainers.{method} import main; from trainers.arguments import run_script\n"
+        return client.execute(f"{code}run_script(lambda: main({arguments!r}))", token)
+
+    return run
+
+
+STATE = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "manifest.json"}
+
+
+def pushed(hub, name: str) -> dict[str, bytes]:
+    return {path: data for path, data in hub.repositories[name].files().items() if path != ".gitattributes"}
+
+
+LOADED = """
+import sys
+for name in ("modeling_revela", "modeling_retromae", "trainers", "hub_cards", "revela_hub"):
+    sys.modules[name] = None
+from transformers import AutoModelForPreTraining, AutoTokenizer
+for name in sys.argv[1:]:
+    model, info = AutoModelForPreTraining.from_pretrained(name, trust_remote_code=True, output_loading_info=True)
+    assert not info["missing_keys"], info
+    AutoTokenizer.from_pretrained(name)
+"""
+
+
+def test_each_save_and_the_end_are_pushed_and_load_anywhere(hub, train, tmp_path):
+    for method in ("revela", "retromae"):
+        output = tmp_path / f"run-{method}"
+        done = train(method, output, "--hub_model_id", f"alice/{method}", "--hub_always_push", "true")
+        assert done.code == 0, done.err[-3000:]
+        repository = hub.repositories[f"alice/{method}"]
+        steps = [f"Training in progress, step {step}" for step in (1, 2)]
+        assert repository.messages == ["initial commit", *steps, "End of training"], done.err[-2000:]
+        files = pushed(hub, f"alice/{method}")
+        assert not STATE & files.keys() and {"config.json", "model.safetensors", "README.md"} <= files.keys()
+        assert ("lm_tokenizer/tokenizer.json" in files) == (method == "revela")
+        assert files["model.safetensors"] == (output / "model.safetensors").read_bytes()
+        for commit in repository.commits.values():
+            for path, file in commit.items():
+                assert str(tmp_path.parent.parent).encode() not in file.data, f"a local path in {path}"
+                assert b"hf_alice" not in file.data and not path.startswith((".saving", ".pushing", "checkpoint-"))
+        assert json.loads(files["training_args.json"])["output_dir"] == f"run-{method}"
+        assert json.loads((output / "training_args.json").read_text())["output_dir"] == str(output)
+        assert not (output / ".pushing").exists()
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= hub.environment(None, tmp_path / "home")
+    command = [sys.executable, "-c", LOADED, "alice/revela", "alice/retromae"]
+    loaded = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert loaded.returncode == 0, loaded.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_state_is_pushed_where_the_strategy_asks_and_can_be_resumed_from(hub, train, tmp_path):
+    options = ["--hub_always_push", "true", "--save_total_limit", "1"]
+    done = train("retromae", tmp_path / "run", "--hub_model_id", "alice/all", "--hub_strategy", "checkpoint", *options)
+    assert done.code == 0, done.err[-3000:]
+    files = pushed(hub, "alice/all")
+    assert not STATE & files.keys()
+    downloaded = tmp_path / "again" / "checkpoint-2"
+    for path, data in files.items():
+        if path.startswith("last-checkpoint/"):
+            assert str(tmp_path).encode() not in data, path
+            target = downloaded / path.removeprefix("last-checkpoint/")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(data)
+    assert STATE <= {path.name for path in downloaded.iterdir()} and damage(downloaded) is None
+    ended = train("retromae", tmp_path / "end", "--hub_model_id", "alice/end", "--hub_strategy", "end")
+    assert ended.code == 0 and hub.repositories["alice/end"].messages == ["initial commit", "End of training"]
+
+
+def test_failed_pushes_are_told_and_the_run_is_saved(hub, train, tmp_path):
+    hub.fail("POST", "/api/models/alice/failed/commit/main", 403, times=9, X_Error_Message="No rights")
+    done = train("retromae", tmp_path / "run", "--hub_model_id", "alice/failed")
+    (line,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
+    assert done.code == 2 and f"{tmp_path / 'run'} is saved, but was not pushed to alice/failed. The Hub does" in line
+    assert "Training in progress, step 1: was not pushed to alice/failed. The Hub does not allow this" in done.err
+    assert (tmp_path / "run" / "model.safetensors").exists() and damage(tmp_path / "run" / "checkpoint-2") is None
+    hub.faults.clear()
+    done = train("retromae", tmp_path / "second", "--hub_model_id", "alice/failed", token="hf_wrong")
+    assert done.code == 2 and "error: The Hub does not know the token in HF_TOKEN: make one at" in done.err
