@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hub_cards.checkpoints import check_folder, model_type
 from hub_cards.evaluation import write_json
 from hub_cards.export import export
+from hub_cards.hub import reason, require_here_or_hub
 
 # Those of appendix C.6 of arXiv 2506.16552, which names ARC as a whole.
 TASKS = ("arc_easy", "arc_challenge", "copa", "openbookqa", "piqa", "rte", "wic", "winogrande")
@@ -104,7 +105,7 @@ def _require_data(manager, task: str) -> None:
     except Exception as error:
         # Whatever the task's own code and its data's loader raise.
         raise ValueError(
-            f"The data of the task {task!r} does not load ({_first_line(error)}): it is fetched from the Hub once and "
+            f"The data of the task {task!r} does not load ({reason(error)}): it is fetched from the Hub once and "
             "read from its cache from then on; leave the task out with --tasks, or repair its YAML or data file."
         ) from error
 
@@ -114,6 +115,7 @@ def _load(name: str, exported: Path) -> dict:
     if model_type(name) in ("revela", "retromae"):
         export(name, exported, part="lm")
     else:
+        require_here_or_hub(name)
         check_folder(name)
         exported = name
     options = {"trust_remote_code": False}
@@ -121,7 +123,7 @@ def _load(name: str, exported: Path) -> dict:
         model = AutoModelForCausalLM.from_pretrained(exported, dtype="auto", use_safetensors=True, **options)
         tokenizer = AutoTokenizer.from_pretrained(exported, **options)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{name} does not load as a causal LM ({_first_line(error)}).") from error
+        raise ValueError(f"{name} does not load as a causal LM ({reason(error)}).") from error
     if torch.accelerator.is_available():
         model.to(torch.accelerator.current_accelerator())
     return {"pretrained": model.eval(), "tokenizer": tokenizer}
@@ -157,10 +159,6 @@ def _print_table(rows: list[dict], tasks: Sequence[str]) -> None:
             cells.append(f"[bold]{shown}[/bold]" if len(rows) > 1 and value == max(values) else shown)
         table.add_row(escape(task), *cells, end_section=task == tasks[-1])
     Console().print(table)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 __all__ = ["TASKS", "evaluate_lm"]

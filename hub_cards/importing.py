@@ -23,6 +23,7 @@ from hub_cards.checkpoints import check_folder, model_type
 from hub_cards.doors import write_doors
 from hub_cards.eos_tokenizer import append_eos
 from hub_cards.export import MAX_LENGTH, require_writable, torch_dtype, write_beside
+from hub_cards.hub import reason, require_here_or_hub
 from modeling_revela.configuration_revela import POOLINGS, require_stock
 
 ADAPTER = "adapter_model.safetensors"
@@ -115,13 +116,11 @@ def _fetch(source: str | Path, revision: str | None) -> Path:
     """The folder of a source, checked, with its files downloaded where it is a Hub id."""
     folder = Path(source)
     if not folder.is_dir():
+        require_here_or_hub(source)
         try:
             folder = Path(snapshot_download(str(source), revision=revision, allow_patterns=FILES))
         except (OSError, ValueError) as error:
-            raise OSError(
-                f"{source} is no folder here, and was not found on the Hub ({_first_line(error)}): check the name, "
-                "and log in with `hf auth login` if it is private or gated."
-            ) from error
+            raise OSError(f"{source} is no folder here, and does not come from the Hub: {reason(error)}") from error
     elif revision is not None:
         raise ValueError(f"{source} is a folder here, of which there is no revision {revision!r}: leave it out.")
     check_folder(folder)
@@ -156,7 +155,7 @@ def _merged_adapter(folder: Path, base: str | None) -> tuple[PreTrainedModel, Pr
         found = set_peft_model_state_dict(wrapped, weights)
     except (RuntimeError, ValueError) as error:
         raise ValueError(
-            f"The adapter in {folder} does not fit {name} ({_first_line(error)}): pass the model that it was "
+            f"The adapter in {folder} does not fit {name} ({reason(error)}): pass the model that it was "
             "trained on as --base."
         ) from error
     if not hasattr(wrapped, "merge_and_unload") or settings.is_prompt_learning:
@@ -189,8 +188,8 @@ def _base(name: str, revision: str | None, weights: dict) -> tuple[PreTrainedMod
         return model, AutoTokenizer.from_pretrained(name, **options)
     except OSError as error:
         raise OSError(
-            f"The adapter's base model {name} does not load ({_first_line(error)}): accept its licence on the Hub and "
-            "log in with `hf auth login` if it is gated, or pass --base with a folder or Hub id that has it."
+            f"The adapter's base model {name} does not load; pass as --base a folder or Hub id that has it, or: "
+            f"{reason(error)}"
         ) from error
 
 
@@ -257,10 +256,6 @@ def _write_card(folder: Path, source: str | Path, revision: str | None, base: st
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n# {folder.name.strip('.').removesuffix('.partial')}\n\n{text}\n").save(
         folder / "README.md"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 __all__ = ["import_model"]

@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hub_cards.hub import explain
+from hub_cards.hub import reason
 from modeling_revela.modeling_revela import pool
 
 CHECK = "revela_check.json"
@@ -114,8 +114,7 @@ def open_doors(name: str | Path, record: dict, revision: str | None = None) -> d
         try:
             distances[door] = _distance(load(where), record)
         except Exception as error:  # whatever a loader has to say
-            reason = explain(error) or next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise ValueError(f"{name} does not load by {door}: {reason}") from error
+            raise ValueError(f"{name} does not load by {door}: {reason(error)}") from error
         # Turned round, as NaN is no distance either.
         if not distances[door] <= record["tolerance"]:
             raise ValueError(

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 import revela_hub
 from hub_cards.importing import import_model
+from hub_cards.recorded import open_doors, read_record
 from modeling_revela import RevelaModel
 
 TEXTS = ["the boat", "A river bank holds a fisher who sells fish. " * 12, "naïve 東京", "<code> x"]
@@ -98,6 +99,7 @@ def test_adapters_embed_as_plain_peft_code_does(tiny_lm_folder, tmp_path, name):
         ids = AutoTokenizer.from_pretrained(out)("passage: " + TEXTS[0], return_tensors="pt")["input_ids"]
         assert (norm(plain(ids).last_hidden_state[0, -1], dim=-1) - expected[0]).abs().max() > 1e-2
     assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaModel"]
+    assert len(open_doors(out, read_record(out))) == 3
     weights = load_file(out / "model.safetensors")
     assert not any("lora" in key or "base_layer" in key or "original_module" in key for key in weights)
     if ADAPTERS[name][3]:
@@ -137,6 +139,7 @@ def test_retromae_embeds_at_cls_without_prompts_and_keeps_norms_and_head(retroma
     assert (expected.norm(dim=-1) - 1).abs().min() > 0.1
     masked, info = AutoModelForMaskedLM.from_pretrained(out, output_loading_info=True)
     original = load_file(retromae / "model.safetensors")
+    assert len(open_doors(out, read_record(out))) == 4
     assert not info["missing_keys"] and all(torch.equal(masked.state_dict()[key], original[key]) for key in original)
 
 
@@ -275,6 +278,8 @@ def test_sources_that_are_no_retriever_are_named(retromae, tiny_lm_folder, tmp_p
     ):
         with pytest.raises(ValueError, match=message):
             import_model(source, tmp_path / "out", **options)
-    with pytest.raises(OSError, match="us/none is no folder here, and was not found on the Hub"):
+    with pytest.raises(
+        OSError, match="us/none is no folder here, and does not come from the Hub: HF_HUB_OFFLINE is set"
+    ):
         import_model("us/none", tmp_path / "out")
     assert not (tmp_path / "out").exists()
