@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -178,8 +179,8 @@ def _base(name: str, revision: str | None, weights: dict) -> tuple[PreTrainedMod
     options = {"revision": revision, "trust_remote_code": False}
     check_folder(name)
     try:
+        require_stock(PreTrainedConfig.get_config_dict(name, revision=revision)[0])
         config = AutoConfig.from_pretrained(name, **options)
-        require_stock(config)
         causal = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
         inner = None if causal is None else f"base_model.model.{causal.base_model_prefix}."
         with_head = inner is not None and any(key.startswith(inner) for key in weights)

@@ -237,6 +237,19 @@ def test_base_that_is_missing_is_one_error_and_another_may_be_passed(tiny_lm_fol
     assert import_model(adapter, tmp_path / "out", base=str(tmp_path / "moved")).is_dir()
 
 
+def test_code_that_comes_with_a_base_is_not_run(tiny_lm_folder, tmp_path):
+    base, adapter = make_adapter(tmp_path, tiny_lm_folder, "revela")
+    config = json.loads((base / "config.json").read_text())
+    auto_map = {"AutoConfig": "evil.Config", "AutoModel": "evil.Model"}
+    (base / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    (base / "config.json").write_text(json.dumps({**config, "auto_map": auto_map}))
+    assert import_model(adapter, tmp_path / "out").is_dir()  # it is a stock Llama all the same
+    (base / "config.json").write_text(json.dumps({**config, "model_type": "evil", "auto_map": auto_map}))
+    with pytest.raises(ValueError, match="of the architecture 'evil', which this transformers has no code for"):
+        import_model(adapter, tmp_path / "again")
+    assert not (tmp_path / "ran").exists()
+
+
 def test_padding_token_without_an_embedding_gives_way_and_another_token_is_refused(tiny_lm_folder, tmp_path):
     base, adapter = make_adapter(tmp_path, tiny_lm_folder, "revela")
     expected = import_model(adapter, tmp_path / "expected")
