@@ -312,6 +312,14 @@ def evaluate_models(
             "beat. Local folders and --groups only."
         ),
     ] = False,
+    truncate_dim: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            help="Show each model also with embeddings cut to so many dimensions, as one trained with "
+            "--matryoshka_dims allows; may be given several times.",
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the results to this JSON file as well.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Texts a forward pass.")] = 32,
     split: Annotated[
@@ -329,6 +337,7 @@ def evaluate_models(
     \b
     revela-hub evaluate retriever/ --task beir-folder/ --baseline sentence-transformers/all-MiniLM-L6-v2
     revela-hub evaluate retriever/ --task NanoBEIR --out results.json
+    revela-hub evaluate retriever/ --task beir-folder/ --truncate-dim 64 --truncate-dim 128
     revela-hub evaluate run/checkpoint-500/ run/checkpoint-1000/ --groups prepared/
     """
     if bool(task) == (groups is not None):
@@ -344,6 +353,7 @@ def evaluate_models(
         options = {
             "baselines": {name: exported.get(name, name) for name in baselines},
             "standardise": {name: exported.get(name, name) for name in [*baselines, *models]} if standardise else (),
+            "truncate_dims": truncate_dim or (),
             "out": out,
             "batch_size": batch_size,
         }

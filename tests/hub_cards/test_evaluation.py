@@ -63,6 +63,34 @@ def test_rows_in_order_with_the_standardised_beside(tiny_path, tiny_model, beir_
     assert rows["before (standardised)"]["standardised"] and not rows["before"]["standardised"]
 
 
+@pytest.mark.parametrize("task", ["folder", "groups"])
+def test_a_row_a_dimension_is_what_truncate_dim_gives(tiny_path, tiny_model, beir_folder, task):
+    from sentence_transformers import SentenceTransformer
+
+    # Trained for it or not: a model of random weights ranks otherwise when cut.
+    cut = SentenceTransformer(tiny_path, device="cpu", truncate_dim=3)
+    models, options = {"whole": tiny_model}, {"truncate_dims": [3, 8], "show": False}
+    if task == "folder":
+        found = evaluate(models, beir_folder, bm25=False, standardise=[tiny_model], **options)["rows"]
+        expected = evaluate({"cut": cut}, beir_folder, bm25=False, standardise=[cut], show=False)["rows"]
+    else:
+        texts = [f"fruit {number} on a tree" for number in range(6)]
+        groups = [{"texts": texts, "doc_ids": ["a", "a", "b", "b", "c", "c"]}]
+        found = evaluate_groups(models, groups, standardise=[tiny_model], **options)["rows"]
+        expected = evaluate_groups({"cut": cut}, groups, standardise=[cut], show=False)["rows"]
+    names = ["whole", "whole (standardised)"]
+    names += [f"whole ({dim} dimensions{kind})" for dim in (3, 8) for kind in ("", ", standardised")]
+    assert [row["model"] for row in found] == names
+    assert [row["truncate_dim"] for row in found] == [None, None, 3, 3, 8, 8]
+    for mine, theirs in zip(found[2:4], expected, strict=True):
+        assert mine["scores"] == pytest.approx(theirs["scores"], abs=1e-5)
+    if task == "groups":  # whose mean cosine tells any two embeddings apart
+        assert found[0]["scores"]["mean_cosine"] != pytest.approx(found[2]["scores"]["mean_cosine"], abs=1e-3)
+    assert tiny_model.truncate_dim is None
+    with pytest.raises(ValueError, match="whole have 32 dimensions and cannot be cut to 33"):
+        evaluate({"whole": tiny_model}, beir_folder, truncate_dims=[33])
+
+
 def test_only_standardised(tiny_model, beir_folder):
     results = evaluate([], beir_folder, standardise=tiny_model, bm25=False, show=False)
     assert [row["model"] for row in results["rows"]] == ["model 1 (standardised)"]

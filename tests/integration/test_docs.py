@@ -19,7 +19,17 @@ from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoTokeni
 from tests.hub_server import HubServer
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ["own-corpus", "large-corpora", "own-backbone", "publish", "released", "reproduce", "scale", "retromae"]
+PAGES = [
+    "own-corpus",
+    "large-corpora",
+    "own-backbone",
+    "publish",
+    "released",
+    "serving",
+    "reproduce",
+    "scale",
+    "retromae",
+]
 PAGES = [f"docs/{page}.md" for page in PAGES]
 # Set-up and long runs, each covered by tests of its own: CI runs `make test`, `make demo` is the demo.
 NOT_HERE = ("make ", "python benchmarks/")
