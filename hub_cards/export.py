@@ -76,12 +76,8 @@ def export(
     """
     checkpoint, out = Path(checkpoint), Path(out)
     kind = _method(checkpoint)
-    if out.exists() and not overwrite:
-        raise FileExistsError(f"{out} is there already: pass --overwrite, or another folder.")
-    if out.exists():
-        _require_replaceable(out)
-    if dtype not in DTYPES:
-        raise ValueError(f"No precision {dtype!r}: choose one of {', '.join(DTYPES)}.")
+    require_writable(out, overwrite)
+    options = {"dtype": torch_dtype(dtype), "max_length": max_length}
     if pooling is not None and kind == "revela":
         raise ValueError(f"{checkpoint} was trained with a pooling of its own: leave `pooling` out.")
     if pooling not in (None, *POOLINGS):
@@ -91,14 +87,24 @@ def export(
     if part == "lm" and kind == "retromae":
         raise ValueError(f"{checkpoint} is RetroMAE's, which trains no LM: its only part is the retriever.")
     check_folder(checkpoint)
-    options = {"dtype": getattr(torch, dtype), "max_length": max_length}
     if part == "lm":
         write = _lm_writer(checkpoint, adapter_only, options["dtype"])
     elif kind == "retromae":
         write = _retromae_writer(checkpoint, adapter_only, pooling, options)
     else:
         write = _revela_writer(checkpoint, adapter_only, options)
+    return write_beside(out, write)
 
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Raises ValueError for a precision that no folder is written in."""
+    if name not in DTYPES:
+        raise ValueError(f"No precision {name!r}: choose one of {', '.join(DTYPES)}.")
+    return getattr(torch, name)
+
+
+def write_beside(out: Path, write: Callable[[Path], None]) -> Path:
+    """Have a folder written beside `out` with a record of its files, then put it in the place of `out`."""
     staging = out.with_name(f".{out.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
@@ -130,8 +136,17 @@ def _method(checkpoint: Path) -> str:
     return kind
 
 
-def _require_replaceable(out: Path) -> None:
-    """Refuse to delete what is not empty, nor an export and nothing else: a checkpoint holds all of that still."""
+def require_writable(out: Path, overwrite: bool) -> None:
+    """
+    Refuse to delete what is not empty, nor an export and nothing else: its source holds all of that still.
+
+    Raises:
+        FileExistsError: if `out` is there, and is not to be or cannot be overwritten.
+    """
+    if not out.exists():
+        return
+    if not overwrite:
+        raise FileExistsError(f"{out} is there already: pass --overwrite, or another folder.")
     if out.is_dir():
         there = {path.relative_to(out).as_posix() for path in out.rglob("*")}
         foreign = sorted(there - _recorded(out / RECORD))
@@ -329,4 +344,7 @@ __all__ = [
     "lm_tokenizer",
     "merged_retriever",
     "publish",
+    "require_writable",
+    "torch_dtype",
+    "write_beside",
 ]
