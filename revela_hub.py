@@ -352,7 +352,7 @@ def _export_checkpoints(names: Iterable[str], folder: Path) -> dict[str, str]:
             from hub_cards.export import export
 
             published[name] = str(folder / str(len(published)))
-            export(name, published[name])
+            export(name, published[name], card=False)
     return published
 
 

@@ -18,6 +18,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from hub_cards.backbones import positions
+from hub_cards.card import take_along, write_card
+from hub_cards.checkpoints import EXPORT_RECORD as RECORD
 from hub_cards.checkpoints import check_folder, model_type
 from hub_cards.doors import refuse_non_finite, write_doors, write_lm
 from hub_cards.eos_tokenizer import ends_with_eos, save_tokenizer
@@ -28,8 +31,6 @@ from modeling_revela.modeling_revela_lm import add_lora
 MAX_LENGTH = 2048
 DTYPES = ("float32", "bfloat16", "float16")
 POOLINGS = ("cls", "mean")
-RECORD = "revela_export.json"
-"""What an export names its own files in, by which a later one knows what it may replace."""
 
 
 def export(
@@ -42,6 +43,7 @@ def export(
     dtype: str = "float32",
     max_length: int = MAX_LENGTH,
     overwrite: bool = False,
+    card: bool = True,
 ) -> Path:
     """
     Publish the retriever of a checkpoint, or the LM that was trained along with it.
@@ -63,6 +65,7 @@ def export(
         dtype: precision of the written weights.
         max_length: tokens a text may have; less where the backbone or its tokenizer takes fewer.
         overwrite: replace `out` if it is empty, or an earlier export to which nothing was added.
+        card: write the model card, from what the trainer left beside the checkpoint (`hub_cards.card`).
 
     Returns:
         The path of `out`.
@@ -101,9 +104,13 @@ def export(
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
-        write(staging)
+        embedding = write(staging)
+        take_along(checkpoint, staging)
         files = sorted(path.relative_to(staging).as_posix() for path in staging.rglob("*"))
-        (staging / RECORD).write_text(json.dumps({"files": [*files, RECORD]}, indent=2) + "\n", encoding="utf-8")
+        record = {"files": [*files, RECORD]} | ({} if embedding is None else {"embedding": embedding})
+        (staging / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        if card:
+            write_card(staging, name=out.resolve().name)
         if out.exists():
             shutil.rmtree(out)
         os.replace(staging, out)
@@ -211,7 +218,7 @@ def _revela_writer(checkpoint: Path, adapter_only: bool, options: dict) -> Calla
             f"The tokenizer in {checkpoint} appends no EOS, which the retriever's embedding is read from."
         )
     if adapter_only:
-        return lambda folder: _write_adapter(model, tokenizer, folder)
+        return lambda folder: _write_adapter(model, tokenizer, folder, options["max_length"])
     return lambda folder: publish(model, tokenizer, folder, **options)
 
 
@@ -267,7 +274,8 @@ def _peft_model(auto_class: type, half: PreTrainedModel, lora: dict | None, sour
     return wrapped.eval()
 
 
-def _write_adapter(model: RevelaForPreTraining, tokenizer, folder: Path) -> None:
+def _write_adapter(model: RevelaForPreTraining, tokenizer, folder: Path, max_length: int) -> dict:
+    """Returns how the embedding is made, of which the adapter's own files say nothing."""
     if model.config.retriever_lora is None:
         raise ValueError("The retriever was trained without LoRA, so there is no adapter: export it whole.")
     wrapped = _peft_retriever(model)
@@ -277,6 +285,13 @@ def _write_adapter(model: RevelaForPreTraining, tokenizer, folder: Path) -> None
     refuse_non_finite(saved)
     if not saved or not any(value.abs().sum() > 0 for name, value in saved.items() if "lora_B" in name):
         raise ValueError("The adapter is empty or was never trained: every B matrix is zero.")
+    config = model.config
+    return {
+        "pooling": config.pooling,
+        "query_prompt": config.query_prompt,
+        "document_prompt": config.document_prompt,
+        "max_length": min(max_length, tokenizer.model_max_length, positions(model.retriever) or max_length),
+    }
 
 
 def publish(
