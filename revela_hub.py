@@ -267,7 +267,7 @@ def export_checkpoint(
 
     options = {"dtype": dtype, "max_length": max_length, "overwrite": overwrite}
     export(checkpoint, out, adapter_only=adapter_only, lm=lm, pooling=pooling, **options)
-    typer.echo(f"Wrote {out}")
+    typer.echo(f"Wrote {out}\nIts card: {out / 'README.md'}. Add results and a licence with revela-hub card {out}.")
 
 
 @app.command("evaluate")

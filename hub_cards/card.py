@@ -1,4 +1,4 @@
-"""The model card of a published folder: `README.md`, its pictures, the recipe, and the results as the Hub reads them."""
+"""The model card of a published folder: `README.md`, its pictures, the recipe, and the results as the Hub has them."""
 
 import csv
 import json
@@ -28,7 +28,10 @@ _METADATA = {
     "adapter": ("peft", "feature-extraction", ["lora", "dense-retrieval"]),
     "lm": ("transformers", "text-generation", []),
 }
-_METHODS = {"revela": "Revela", "retromae": "RetroMAE"}
+_METHODS = {
+    "revela": ("Revela", "https://arxiv.org/abs/2506.16552"),
+    "retromae": ("RetroMAE", "https://arxiv.org/abs/2205.12035"),
+}
 _POOLINGS = {"lasttoken": "eos", "cls_token": "cls", "mean_tokens": "mean"}
 _UNITS = ("groups", "sequences")
 
@@ -255,12 +258,9 @@ def _render(folder: Path, kind: str, name: str, facts: dict, training: dict, emb
         base_model_relation=("adapter" if kind == "adapter" else "finetune") if base_model else None,
         datasets=list(dict.fromkeys(datasets)) or None,
         metrics=list(dict.fromkeys(result.metric_type for result in indexed)) or None,
-        model_name=name.rpartition("/")[2],
+        model_name=name.rpartition("/")[2] if indexed else None,
         eval_results=indexed or None,
     )
-    if not indexed:
-        data.pop("model_name")
-        data.pop("eval_results")
     template = "".join((_TEMPLATES / f"{part}.md").read_text(encoding="utf-8") for part in (kind, "training"))
     card = ModelCard.from_template(
         data,
@@ -269,7 +269,8 @@ def _render(folder: Path, kind: str, name: str, facts: dict, training: dict, emb
         name=name,
         title=name.rpartition("/")[2],
         method=method,
-        method_name=_METHODS.get(method),
+        method_name=_METHODS.get(method, (None,))[0],
+        paper=_METHODS.get(method, (None, None))[1],
         base=base_model,
         origin=facts.get("origin"),
         model=_describe_retriever(folder) if kind == "retriever" else embedding,
@@ -348,7 +349,10 @@ def _describe_cost(training: dict) -> str | None:
     if "device" not in training:
         return None
     processes = training["processes"]
-    parts = [f"{training['step']:,} steps", _duration(training["seconds"])]
+    steps = f"{training['step']:,} steps"
+    if training.get("weights_of_step", training["step"]) != training["step"]:
+        steps += f" (the weights are those of step {training['weights_of_step']:,}, the best on held-out text)"
+    parts = [steps, _duration(training["seconds"])]
     if training.get("tokens"):
         parts.append(f"about {_about(training['tokens'])} tokens")
     where = training["device"] if processes == 1 else f"{processes} processes, each with {training['device']}"
@@ -370,6 +374,8 @@ def _prepare_command(training: dict) -> str | None:
             words.append(option)
         elif value is not False:
             words.append(f"{option} {value}")
+    if "sequences" in data[0] and "tokenizer" not in data[0]["settings"]:
+        words.append("--tokenizer YOUR_BASE_MODEL")
     return " ".join(words)
 
 

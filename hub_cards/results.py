@@ -129,7 +129,9 @@ def check_entries(path: Path) -> None:
         if not entries or not all(isinstance(entry.value, (int, float)) for entry in entries):
             raise ValueError("a result must have a number as its value")
     except (ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError, HFValidationError) as error:
-        raise ValueError(f"{path} holds no results as the Hub has them ({error}): write it with `revela-hub card`.")
+        raise ValueError(
+            f"{path} holds no results as the Hub has them ({error}): write it with `revela-hub card`."
+        ) from error
 
 
 def tables(results: list[dict], own: str, base_model: str | None) -> list[dict]:

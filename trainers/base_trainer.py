@@ -282,6 +282,8 @@ class PretrainingTrainer(Trainer):
                     file=sys.stderr,
                 )
             sys.exit(PREEMPTED)
+        if self.args.load_best_model_at_end and self.state.best_global_step:
+            self.facts["weights_of_step"] = self.state.best_global_step
         self.save_model()
         self.save_state()
 

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from transformers import TrainingArguments
 
 from hub_cards.privacy import hub_id
 
 # Where a run is kept, watched and launched: nothing that it learns by.
 _NO_OPTIONS = (
     "output_dir", "overwrite_output", "resume_from_checkpoint", "logging_strategy", "logging_first_step", "log_level",
-    "log_level_replica", "log_on_each_node", "disable_tqdm", "report_to", "run_name", "project", "use_cpu",
+    "log_level_replica", "log_on_each_node", "disable_tqdm", "report_to", "save_total_limit", "run_name", "project", "use_cpu",
     "accelerator_config", "parallelism_config", "deepspeed", "fsdp", "fsdp_config", "debug", "local_rank", "hub_token",
     "hub_model_id", "hub_private_repo", "hub_strategy", "hub_always_push", "hub_revision", "train_sets",
     "validation_set", "remove_unused_columns", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",
+    "dataloader_pin_memory",
 )  # fmt: skip
 _PACKAGES = ("revela-hub", "torch", "transformers", "accelerate", "peft", "tokenizers", "datasets", "deepspeed")
 
@@ -36,8 +36,8 @@ def describe_run(arguments: Sequence, train_set: Dataset) -> dict:
         train_set: what it learns from, rows with `source`.
 
     Returns:
-        `base_models` (option -> Hub id), `local_models` (options that named a folder), `options` (those that differ from their defaults), `data` (one entry a
-        prepared set) and `train_rows`.
+        `base_models` (option -> Hub id), `local_models` (options that named a folder), `options` (those that differ
+        from their defaults), `data` (one entry a prepared set) and `train_rows`.
     """
     options, bases, local = {}, {}, []
     for config in arguments:
@@ -68,7 +68,7 @@ def describe_machine(device: torch.device, processes: int) -> dict:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
-        name = f"{_processor()}, {torch.get_num_threads()} threads"
+        name = f"{_processor()} (CPU threads: {torch.get_num_threads()})"
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -87,22 +87,14 @@ def _processor() -> str:
 
 def _changed(config) -> dict:
     """The options of a dataclass that differ from its defaults, in JSON's values."""
-    # transformers' own arguments change some of their defaults when they are made.
-    plain = type(config)(output_dir=config.output_dir, use_cpu=config.use_cpu) if _is_training(config) else None
     changed = {}
     for item in dataclasses.fields(config):
-        if not item.init:
-            continue
-        default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
-        default = default if plain is None else getattr(plain, item.name)
         value = getattr(config, item.name)
-        if value != default:
+        default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+        # transformers makes False of some that are left open.
+        if value != default and not (default is None and value is False):
             changed[item.name] = value.value if isinstance(value, Enum) else value
     return changed
-
-
-def _is_training(config) -> bool:
-    return isinstance(config, TrainingArguments)
 
 
 def _is_plain(value) -> bool:
@@ -127,8 +119,11 @@ def _describe_set(name: str, sources: set[str]) -> dict:
     source = settings["source"]
     if entry["dataset"] is None and "/" in source and source in sources:
         entry["dataset"] = hub_id(source)
-    kept = ("method", "kind", "max_words", "min_words", "group_size", "documents_per_group", "shuffle", "language",
-            "max_seq_length", "dataset_config", "dataset_split", "validation_share", "seed")  # fmt: skip
+    kept = ["method", "kind", "min_words", "language", "validation_share", "seed"]
+    kept += (
+        ["max_words", "group_size", "documents_per_group", "shuffle"] if "groups" in summary else ["max_seq_length"]
+    )
+    kept += ["dataset_config", "dataset_split"] if entry["dataset"] else []
     entry["settings"] = {name: settings[name] for name in kept if settings.get(name) is not None}
     if hub_id(settings.get("tokenizer")):
         entry["settings"]["tokenizer"] = settings["tokenizer"]
