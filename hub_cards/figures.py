@@ -95,7 +95,10 @@ def draw_attention(pictures: list[dict], path: Path) -> None:
             nats, one a token). The first, the middle and the last are drawn.
     """
     chosen = [pictures[index] for index in sorted({0, len(pictures) // 2, len(pictures) - 1})]
-    names = _chunk_names(chosen[-1]["documents"])
+    documents = chosen[0]["documents"]
+    # Chunks of a document side by side, so that what belongs together makes a block.
+    order = sorted(range(len(documents)), key=documents.__getitem__)
+    names = _chunk_names([documents[index] for index in order])
     most = max(max(map(len, picture["losses"])) for picture in chosen)
     top = max(max(map(max, (row for row in picture["losses"] if row)), default=1.0) for picture in chosen)
     with rc_context(_STYLE):
@@ -103,10 +106,13 @@ def draw_attention(pictures: list[dict], path: Path) -> None:
         grid = figure.subplots(2, len(chosen), squeeze=False, height_ratios=(3, 2))
         for column, picture in enumerate(chosen):
             upper, lower = grid[0][column], grid[1][column]
-            weights = upper.imshow(picture["weights"], cmap="Blues", vmin=0, vmax=1)
+            weights = [[picture["weights"][row][other] for other in order] for row in order]
+            weights = upper.imshow(weights, cmap="Blues", vmin=0, vmax=1)
             upper.set_xticks(range(len(names)), names)
             upper.set_title(f"step {picture['step']:,}", loc="left")
-            padded = [row + [float("nan")] * (most - len(row)) for row in picture["losses"]]
+            padded = [
+                row + [float("nan")] * (most - len(row)) for row in (picture["losses"][index] for index in order)
+            ]
             losses = lower.imshow(padded, cmap="OrRd", vmin=0, vmax=top, aspect="auto", interpolation="nearest")
             count = sum(map(len, picture["losses"]))
             lower.set_title(f"mean loss {sum(map(sum, picture['losses'])) / max(count, 1):.3f}", loc="left")

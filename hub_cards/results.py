@@ -97,6 +97,8 @@ def as_eval_results(results: list[dict]) -> tuple[list[EvalResult], dict[str, li
                         task_name="Information Retrieval",
                         dataset_type=dataset.get("path") or "unknown",
                         dataset_name=row["task"],
+                        # Without a name of its own, one task's numbers would be taken for another's.
+                        dataset_config=row["task"],
                         dataset_split=result["split"],
                         dataset_revision=dataset.get("revision"),
                         metric_type=measure,
@@ -170,7 +172,7 @@ def _cells(values: list[float | None]) -> list[str]:
     cells = []
     for value in values:
         shown = "–" if value is None else f"{value:.3f}"
-        cells.append(f"**{shown}**" if len(known) > 1 and value == max(known) else shown)
+        cells.append(f"**{shown}**" if known and value == max(known) > min(known) else shown)
     return cells
 
 

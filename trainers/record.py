@@ -18,7 +18,8 @@ from hub_cards.privacy import hub_id
 # Where a run is kept, watched and launched: nothing that it learns by.
 _NO_OPTIONS = (
     "output_dir", "overwrite_output", "resume_from_checkpoint", "logging_strategy", "logging_first_step", "log_level",
-    "log_level_replica", "log_on_each_node", "disable_tqdm", "report_to", "save_total_limit", "run_name", "project", "use_cpu",
+    "log_level_replica", "log_on_each_node", "disable_tqdm", "report_to", "save_total_limit", "run_name", "project",
+    "use_cpu",
     "accelerator_config", "parallelism_config", "deepspeed", "fsdp", "fsdp_config", "debug", "local_rank", "hub_token",
     "hub_model_id", "hub_private_repo", "hub_strategy", "hub_always_push", "hub_revision", "train_sets",
     "validation_set", "remove_unused_columns", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",

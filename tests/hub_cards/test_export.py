@@ -275,7 +275,7 @@ def test_adapter_on_its_base_is_the_merged_model_and_not_the_base(trained, expor
     assert {path.name for path in folder.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
     assert not (folder / "model.safetensors").exists()
     settings = json.loads((folder / "adapter_config.json").read_text())
-    assert settings["base_model_name_or_path"] == str(backbone)
+    assert settings["base_model_name_or_path"] is None  # a local folder, which nobody else has
     assert (settings["task_type"], settings["inference_mode"]) == ("FEATURE_EXTRACTION", True)
     base = AutoModel.from_pretrained(backbone).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
