@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import torch
-from huggingface_hub import ModelCard, ModelCardData, snapshot_download
+from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -25,6 +25,7 @@ from hub_cards.doors import write_doors
 from hub_cards.eos_tokenizer import append_eos
 from hub_cards.export import MAX_LENGTH, require_writable, torch_dtype, write_beside
 from hub_cards.hub import reason, require_here_or_hub
+from hub_cards.privacy import hub_id
 from modeling_revela.configuration_revela import POOLINGS, require_stock
 
 ADAPTER = "adapter_model.safetensors"
@@ -108,9 +109,8 @@ def import_model(
 
     def write(folder: Path) -> None:
         write_doors(model, tokenizer, folder, dtype=dtype, max_length=max_length, **record)
-        _write_card(folder, source, revision, base)
 
-    return write_beside(out, write)
+    return write_beside(out, write, **_origin(source, revision, base))
 
 
 def _fetch(source: str | Path, revision: str | None) -> Path:
@@ -238,25 +238,15 @@ def _drop_unknown_padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedM
         )
 
 
-def _write_card(folder: Path, source: str | Path, revision: str | None, base: str | None) -> None:
-    """Say where the weights come from; a folder's path, which would tell of this machine, is left out."""
-    names = {}
-    for key, name in (("source", source), ("base", base)):
-        names[key] = None if name is None or Path(name).exists() else str(name)
-    origin = f"[{names['source']}](https://huggingface.co/{names['source']})" if names["source"] else "a local folder"
+def _origin(source: str | Path, revision: str | None, base: str | None) -> dict:
+    """What the card is told of the weights' origin; a folder's path, which would tell of this machine, is left out."""
+    known, known_base = (None if name is None else hub_id(name) for name in (source, base))
+    origin = f"[{known}](https://huggingface.co/{known})" if known else "a local folder"
     origin += f" (revision `{revision}`)" if revision else ""
-    how = ""
     if base is not None:
-        how = f", an adapter that was merged into {names['base'] or 'its base model'}"
-    data = ModelCardData(
-        library_name="sentence-transformers",
-        pipeline_tag="sentence-similarity",
-        base_model=names["base"] or names["source"],
-    )
-    text = f"The weights are those of {origin}{how}. They were put into this format by `revela-hub import`."
-    ModelCard(f"---\n{data.to_yaml()}\n---\n\n# {folder.name.strip('.').removesuffix('.partial')}\n\n{text}\n").save(
-        folder / "README.md"
-    )
+        origin += f", an adapter that was merged into {known_base or 'its base model'}"
+    text = f"The weights are those of {origin}. They were put into this format by `revela-hub import`."
+    return {"origin": text, "base_model": known_base or known}
 
 
 __all__ = ["import_model"]
