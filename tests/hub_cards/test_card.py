@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 import revela_hub
 from hub_cards.card import RECIPE, TRAINING_RECORD, check_card, write_card
-from hub_cards.export import RECORD, export
+from hub_cards.checkpoints import EXPORT_RECORD
+from hub_cards.export import export
 from hub_cards.privacy import check_private, clean_configs, hub_id
 from trainers import retromae, revela
 from trainers.arguments import parse_recipe
@@ -355,7 +356,7 @@ def test_what_was_said_before_stays(with_results):
 
 def test_files_of_the_card_belong_to_the_export(with_results, runs):
     files = {path.relative_to(with_results).as_posix() for path in with_results.rglob("*")}
-    assert files == set(json.loads((with_results / RECORD).read_text())["files"])
+    assert files == set(json.loads((with_results / EXPORT_RECORD).read_text())["files"])
     export(runs["revela"], with_results, overwrite=True)
     assert card_of(with_results).data.eval_results is None
 
@@ -440,7 +441,7 @@ def test_checkpoint_gets_no_card(runs):
 
 def test_folder_that_nothing_is_known_of_gets_a_card(published, tmp_path):
     folder = Path(shutil.copytree(published / "retriever", tmp_path / "found"))
-    for name in (TRAINING_RECORD, RECIPE, RECORD, "README.md"):
+    for name in (TRAINING_RECORD, RECIPE, EXPORT_RECORD, "README.md"):
         (folder / name).unlink()
     write_card(folder, origin="Converted from the authors' release.", base_model=BASE)
     text = card_of(folder).text

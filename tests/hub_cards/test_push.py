@@ -22,7 +22,6 @@ from tests.hub_client import HubClient
 from tests.hub_server import HubServer
 
 ROOT = Path(__file__).parents[2]
-CARD = "---\nlicense: mit\nlibrary_name: sentence-transformers\n---\n# A retriever\n"
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 
 
@@ -58,8 +57,6 @@ def exports(checkpoints, tmp_path_factory) -> dict[str, Path]:
         "adapter": export(checkpoints["revela"], folder / "adapter", adapter_only=True),
         "lm": export(checkpoints["revela"], folder / "lm", part="lm"),
     }
-    for out in found.values():
-        (out / "README.md").write_text(CARD)
     return found
 
 
@@ -299,11 +296,12 @@ def test_folder_that_is_not_as_it_was_exported(hub, client, folder):
     (folder / "modeling_revela.py").write_text(code + "\nraise SystemExit('was run')\n")
     assert "is not the modeling_revela.py of this version of revela-hub" in refused()
     (folder / "modeling_revela.py").write_text(code)
-    (folder / "README.md").write_text("hf_" + "a" * 34)
+    card = (folder / "README.md").read_text()
+    (folder / "README.md").write_text(card + "hf_" + "a" * 34)
     assert "README.md holds a token of the Hub" in refused()
-    (folder / "README.md").write_text(CARD.replace("license:", "license: :"))
+    (folder / "README.md").write_text(card.replace("library_name:", "library_name: :"))
     assert "The metadata of" in refused()
-    (folder / "README.md").write_text(CARD)
+    (folder / "README.md").write_text(card)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "source": "/data/models/x"}))
     assert "config.json holds the local path '/data/models/x'" in refused()
