@@ -132,7 +132,7 @@ def test_errors_come_before_work_and_leave_no_file(tiny_model, beir_folder, tmp_
         evaluate(tiny_model, tmp_path / "nothing", out=out)
     with pytest.raises(FileNotFoundError, match="no BEIR-format folder"):
         evaluate(tiny_model, "./nothing", out=out)
-    with pytest.raises(ValueError, match="does not load"):
+    with pytest.raises(FileNotFoundError, match="There is no file or folder .*no-model"):
         evaluate(str(tmp_path / "no-model"), beir_folder, out=out, show=False)
     assert not out.exists()
 
