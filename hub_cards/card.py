@@ -1,6 +1,7 @@
 """The model card of a published folder: `README.md`, its pictures, the recipe, and the results as the Hub has them."""
 
 import csv
+import hashlib
 import json
 import os
 import re
@@ -28,6 +29,7 @@ _METADATA = {
     "retriever": ("sentence-transformers", "sentence-similarity", ["feature-extraction", "dense-retrieval"]),
     "adapter": ("peft", "feature-extraction", ["lora", "dense-retrieval"]),
     "lm": ("transformers", "text-generation", []),
+    "lm-adapter": ("peft", "text-generation", ["lora"]),
 }
 _METHODS = {
     "revela": ("Revela", "https://arxiv.org/abs/2506.16552"),
@@ -98,7 +100,7 @@ def write_card(
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
     try:
-        if training.get("options") and kind != "lm":
+        if training.get("options") and not kind.startswith("lm"):
             (staging / RECIPE).write_text(_dump(training["options"]), encoding="utf-8")
         figures = _draw(training, staging, kind)
         card, entries = _render(folder, kind, name, facts, training, figures)
@@ -106,6 +108,7 @@ def write_card(
             (staging / measured.EVAL_RESULTS).mkdir(exist_ok=True)
             (staging / measured.EVAL_RESULTS / file).write_text(_dump(entry), encoding="utf-8")
         card.save(staging / CARD)
+        record["card_sha256"] = _digest(staging / CARD)
         check_private(staging)
         mine = {path.relative_to(staging).as_posix() for path in staging.rglob("*")}
         if record.get("files"):
@@ -121,7 +124,7 @@ def write_card(
             os.replace(path, target)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    if kind == "adapter" and facts.get("base_model"):
+    if kind.endswith("adapter") and facts.get("base_model"):
         config = _read(folder / "adapter_config.json") | {"base_model_name_or_path": facts["base_model"]}
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return folder / CARD
@@ -144,8 +147,9 @@ def check_card(folder: str | Path) -> None:
         card = ModelCard.load(path)
         data = card.data.to_dict()
     except (ValueError, TypeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
         raise ValueError(
-            f"The metadata of {path} cannot be read ({error}): write it with `revela-hub card`."
+            f"{path} is no model card: its metadata do not parse ({reason}): write it with `revela-hub card`."
         ) from error
     needed = ["library_name", "pipeline_tag", "tags"] + ["base_model"] * (folder / "adapter_config.json").exists()
     for field in needed:
@@ -162,6 +166,12 @@ def check_card(folder: str | Path) -> None:
         if "://" not in target and not (folder / target).is_file():
             raise ValueError(f"{path} shows {target}, which is not in the folder: write it with `revela-hub card`.")
     check_private(folder)
+
+
+def is_as_written(folder: str | Path) -> bool:
+    """Whether the card is what `write_card` wrote there, so that nothing of anyone's is lost by writing it anew."""
+    path = Path(folder) / CARD
+    return path.is_file() and _read(Path(folder) / EXPORT_RECORD).get("card_sha256") == _digest(path)
 
 
 def read_training_record(checkpoint: str | Path) -> dict:
@@ -216,7 +226,8 @@ def _kind(folder: Path) -> str:
     if (folder / "modules.json").is_file():
         return "retriever"
     if (folder / "adapter_config.json").is_file():
-        return "adapter"
+        is_lm = _read(folder / "adapter_config.json").get("task_type") == "CAUSAL_LM"
+        return "lm-adapter" if is_lm else "adapter"
     architectures = _read(folder / "config.json").get("architectures") or [""]
     if model_type(folder) not in ("revela", "retromae") and architectures[0].endswith("ForCausalLM"):
         return "lm"
@@ -241,9 +252,9 @@ def _draw(training: dict, staging: Path, kind: str) -> dict[str, str]:
 
 def _render(folder: Path, kind: str, name: str, facts: dict, training: dict, figures: dict):
     method = training.get("method")
-    check = _read(folder / CHECK)
-    of_lm = kind == "lm" or check.get("kind") == "lm-adapter"
-    base_model = facts.get("base_model") or _base_model(training, of_lm)
+    base_model = facts.get("base_model") or _base_model(training, kind)
+    if kind.endswith("adapter"):
+        base_model = base_model or hub_id(_read(folder / "adapter_config.json").get("base_model_name_or_path"))
     datasets = facts.get("datasets") or [
         entry["dataset"] for entry in training.get("data", ()) if entry.get("dataset")
     ]
@@ -257,13 +268,14 @@ def _render(folder: Path, kind: str, name: str, facts: dict, training: dict, fig
         pipeline_tag=pipeline,
         tags=[library, pipeline, *tags, *([method] if method else [])],
         base_model=base_model,
-        base_model_relation=("adapter" if kind == "adapter" else "finetune") if base_model else None,
+        base_model_relation=_relation(kind, facts) if base_model else None,
         datasets=list(dict.fromkeys(datasets)) or None,
         metrics=list(dict.fromkeys(result.metric_type for result in indexed)) or None,
         model_name=name.rpartition("/")[2] if indexed else None,
         eval_results=indexed or None,
     )
-    template = "".join((_TEMPLATES / f"{part}.md").read_text(encoding="utf-8") for part in (kind, "training"))
+    parts = ("lm" if kind.startswith("lm") else kind, "training")
+    template = "".join((_TEMPLATES / f"{part}.md").read_text(encoding="utf-8") for part in parts)
     card = ModelCard.from_template(
         data,
         template_str=template,
@@ -275,11 +287,11 @@ def _render(folder: Path, kind: str, name: str, facts: dict, training: dict, fig
         paper=_METHODS.get(method, (None, None))[1],
         base=base_model,
         origin=facts.get("origin"),
-        model=_describe_retriever(folder) if kind == "retriever" else check,
+        model=_describe_retriever(folder) if kind == "retriever" else _read(folder / CHECK),
         training=training,
         data=[_describe_data(entry) for entry in training.get("data", ())],
         cost=_describe_cost(training),
-        recipe=_dump(training["options"]) if training.get("options") and kind != "lm" else None,
+        recipe=_dump(training["options"]) if training.get("options") and not kind.startswith("lm") else None,
         prepare=_prepare_command(training),
         figures=figures,
         tables=measured.tables(results, name.rpartition("/")[2], base_model),
@@ -289,14 +301,21 @@ def _render(folder: Path, kind: str, name: str, facts: dict, training: dict, fig
     return card, entries
 
 
-def _base_model(training: dict, of_lm: bool) -> str | None:
+def _base_model(training: dict, kind: str) -> str | None:
     bases = training.get("base_models", {})
     retriever = bases.get("retriever_name_or_path") or bases.get("encoder_name_or_path")
-    if not of_lm:
+    if not kind.startswith("lm"):
         return retriever
     # Without an LM of its own, a run takes the retriever's backbone for both.
     named = bases.get("lm_name_or_path")
     return named or (None if "lm_name_or_path" in training.get("local_models", ()) else retriever)
+
+
+def _relation(kind: str, facts: dict) -> str | None:
+    if kind.endswith("adapter"):
+        return "adapter"
+    # What others trained and we only put into our format may be the very weights of its base.
+    return None if facts.get("origin") else "finetune"
 
 
 def _describe_retriever(folder: Path) -> dict:
@@ -325,6 +344,7 @@ def _describe_retriever(folder: Path) -> dict:
         "dimension": pooling.get("word_embedding_dimension"),
         "parameters": _about(parameters) if parameters else None,
         "dtype": " and ".join(sorted(dtypes)),
+        "normalize": config.get("revela", {}).get("normalize", settings.get("similarity_fn_name") == "cosine"),
         "remote": "AutoModel" in (config.get("auto_map") or {}),
         "masked_lm": (config.get("architectures") or [""])[0].endswith("ForMaskedLM"),
     }
@@ -408,6 +428,10 @@ def _check_id(name: str | None) -> None:
         raise ValueError(f"{name!r} is a local path, and no id on the Hub (org/name).")
 
 
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def _dump(value) -> str:
     return yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
 
@@ -416,4 +440,13 @@ def _read(path: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
-__all__ = ["CARD", "RECIPE", "TRAINING_RECORD", "check_card", "read_training_record", "take_along", "write_card"]
+__all__ = [
+    "CARD",
+    "RECIPE",
+    "TRAINING_RECORD",
+    "check_card",
+    "is_as_written",
+    "read_training_record",
+    "take_along",
+    "write_card",
+]

@@ -12,7 +12,7 @@ from huggingface_hub.errors import HFValidationError, HTTPError
 from huggingface_hub.utils import validate_repo_id
 
 import modeling_revela.modeling_revela as remote_code
-from hub_cards.card import check_card
+from hub_cards.card import check_card, is_as_written, write_card
 from hub_cards.checkpoints import EXPORT_RECORD, check_folder
 from hub_cards.hub import explain
 from hub_cards.recorded import open_doors, read_record
@@ -74,6 +74,9 @@ def push(
     try:
         api = HfApi(library_name="revela-hub")
         user = None if dry_run else api.whoami()
+        if is_as_written(folder):
+            # So that its snippets load the model by its name there. A card that someone edited is left alone.
+            write_card(folder, repo_id=repo_id)
         files = check(folder)
         _show(files, folder, repo_id)
         if dry_run:

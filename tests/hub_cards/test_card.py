@@ -14,10 +14,11 @@ from transformers import AutoModelForMaskedLM
 from typer.testing import CliRunner
 
 import revela_hub
-from hub_cards.card import RECIPE, TRAINING_RECORD, check_card, write_card
+from hub_cards.card import RECIPE, TRAINING_RECORD, check_card, is_as_written, write_card
 from hub_cards.checkpoints import EXPORT_RECORD
 from hub_cards.export import export
 from hub_cards.privacy import check_private, clean_configs, hub_id
+from hub_cards.push import push
 from trainers import retromae, revela
 from trainers.arguments import parse_recipe
 from trainers.data.prepare import PrepareConfig, prepare
@@ -64,7 +65,7 @@ def runs(secret, tiny_lm_folder, tiny_bert_folder, text_folder):
         "run_name": str(secret / "my-run"), "deepspeed": None,
     }  # fmt: skip
     revela.train(
-        revela.ModelArguments(str(secret / "llama"), retriever_lora_r=4, lm_lora_r=4, temperature=0.01),
+        revela.ModelArguments(str(secret / "llama"), retriever_lora_r=4, lm_lora_r=4, similarity_temperature=0.01),
         revela.DataArguments([str(secret / "groups")], max_length=64, validation_groups=4),
         RevelaTrainingArguments(output_dir=str(secret / "revela"), **training),
     )
@@ -86,16 +87,18 @@ def published(runs, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("published")
     export(runs["revela"], folder / "retriever")
     export(runs["revela"] / "checkpoint-2", folder / "adapter", adapter_only=True)
-    export(runs["revela"], folder / "lm", lm=True)
+    export(runs["revela"], folder / "lm", part="lm")
+    export(runs["revela"], folder / "lm-adapter", part="lm", adapter_only=True)
     export(runs["retromae"], folder / "encoder")
     export(runs["retromae"], folder / "encoder-mean", pooling="mean")
     shutil.copytree(runs["revela"].parent / "llama", folder / BASE)
     shutil.copytree(runs["revela"].parent / "texts", folder / "my-texts")
-    write_card(folder / "adapter", base_model=BASE)
+    for kind in ("adapter", "lm-adapter"):
+        write_card(folder / kind, base_model=BASE)
     return folder
 
 
-KINDS = ("retriever", "adapter", "lm", "encoder", "encoder-mean")
+KINDS = ("retriever", "adapter", "lm", "lm-adapter", "encoder", "encoder-mean")
 
 
 def card_of(folder: Path) -> ModelCard:
@@ -128,7 +131,7 @@ def test_every_snippet_runs_where_we_are_not_installed_and_the_doors_agree(publi
     )
     snippets = {kind: blocks(published / kind, "python") for kind in KINDS}
     assert {kind: len(found) for kind, found in snippets.items()} == {
-        "retriever": 3, "adapter": 1, "lm": 1, "encoder": 4, "encoder-mean": 4,
+        "retriever": 3, "adapter": 1, "lm": 1, "lm-adapter": 1, "encoder": 4, "encoder-mean": 4,
     }  # fmt: skip
     merged = export(runs["revela"] / "checkpoint-2", tmp_path / "merged", card=False)
     found = elsewhere(code, [], {"at": str(published), "snippets": snippets, "merged": str(merged)})
@@ -175,7 +178,7 @@ def test_recipe_of_the_folder_gives_the_options_of_the_run(published, runs, tmp_
     classes = (revela.ModelArguments, revela.DataArguments, RevelaTrainingArguments)
     given = ["--retriever_name_or_path", "x", "--train_sets", "y", "--output_dir", str(tmp_path), "--use_cpu", "true"]
     model, data, training = parse_recipe(classes, [str(published / "retriever" / RECIPE), *given])
-    assert (model.retriever_lora_r, model.lm_lora_r, model.temperature) == (4, 4, 0.01)
+    assert (model.retriever_lora_r, model.lm_lora_r, model.similarity_temperature) == (4, 4, 0.01)
     assert (data.max_length, data.validation_groups) == (64, 4)
     assert (training.learning_rate, training.max_steps, training.eval_steps) == (1e-2, 4, 2)
     options = yaml.safe_load((published / "retriever" / RECIPE).read_text())
@@ -188,6 +191,7 @@ def test_recipe_of_the_folder_gives_the_options_of_the_run(published, runs, tmp_
         ("retriever", "sentence-transformers", "sentence-similarity", None),
         ("adapter", "peft", "feature-extraction", "adapter"),
         ("lm", "transformers", "text-generation", None),
+        ("lm-adapter", "peft", "text-generation", "adapter"),
         ("encoder", "sentence-transformers", "sentence-similarity", None),
     ],
 )
@@ -196,7 +200,7 @@ def test_metadata(published, kind, library, pipeline, relation):
     assert (data.library_name, data.pipeline_tag, data.get("base_model_relation")) == (library, pipeline, relation)
     assert ("retromae" if kind == "encoder" else "revela") in data.tags
     # What nobody said is left out: the base models lie in local folders.
-    assert data.base_model == (BASE if kind == "adapter" else None)
+    assert data.base_model == (BASE if "adapter" in kind else None)
     assert data.license is None and data.language is None and data.datasets is None
     check_card(published / kind)
 
@@ -354,6 +358,20 @@ def test_what_was_said_before_stays(with_results):
     check_card(with_results)
 
 
+def test_card_that_was_edited_is_told_from_one_that_was_written(with_results):
+    assert is_as_written(with_results)
+    with (with_results / "README.md").open("a") as card:
+        card.write("By hand.\n")
+    assert not is_as_written(with_results)
+    edited = (with_results / "README.md").read_text()
+    push(with_results, "org/name", dry_run=True)
+    assert (with_results / "README.md").read_text() == edited
+    write_card(with_results)
+    assert is_as_written(with_results)
+    push(with_results, "org/name", dry_run=True)
+    assert 'SentenceTransformer("org/name")' in card_of(with_results).text
+
+
 def test_files_of_the_card_belong_to_the_export(with_results, runs):
     files = {path.relative_to(with_results).as_posix() for path in with_results.rglob("*")}
     assert files == set(json.loads((with_results / EXPORT_RECORD).read_text())["files"])
@@ -409,7 +427,7 @@ def breakers():
 
     return {
         no_card: "has no README.md: write one with `revela-hub card",
-        broken_yaml: "cannot be read",
+        broken_yaml: "is no model card: its metadata do not parse (while parsing",
         no_tags: "names no tags",
         lost_picture: "shows figures/training.png, which is not in the folder",
         path_as_base: "'../base' is no id on the Hub",

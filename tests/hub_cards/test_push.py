@@ -300,7 +300,7 @@ def test_folder_that_is_not_as_it_was_exported(hub, client, folder):
     (folder / "README.md").write_text(card + "hf_" + "a" * 34)
     assert "README.md holds a token of the Hub" in refused()
     (folder / "README.md").write_text(card.replace("library_name:", "library_name: :"))
-    assert "The metadata of" in refused()
+    assert "README.md is no model card: its metadata do not parse" in refused()
     (folder / "README.md").write_text(card)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "source": "/data/models/x"}))

@@ -82,12 +82,16 @@ def no_accents(tiny_lm_folder):
 
 
 class Watch(TrainerCallback):
-    """Keeps what the parameters were at the start, and what each forward pass was asked for."""
+    """Keeps what the parameters were at the start, and what each forward pass of the training was asked for."""
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self.start = {name: value.detach().clone() for name, value in model.named_parameters()}
         self.asked = []
-        model.register_forward_pre_hook(lambda module, args, kwargs: self.asked.append(kwargs), with_kwargs=True)
+        model.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def _note(self, module, args, kwargs):
+        if module.training:  # and not for the model card's picture
+            self.asked.append(kwargs)
 
 
 @pytest.fixture

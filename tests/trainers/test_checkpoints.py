@@ -321,7 +321,8 @@ def test_folder_of_another_model_is_refused_whatever_is_asked(tiny_lm_folder, tm
 KILLED = """
 import os, sys
 import trainers.revela as script
-from trainers.revela_trainer import RevelaTrainer
+from trainers.arguments import parse_recipe
+from trainers.revela_trainer import RevelaTrainer, RevelaTrainingArguments
 
 class Killed(RevelaTrainer):
     def {method}(self, *args, **kwargs):
@@ -330,8 +331,8 @@ class Killed(RevelaTrainer):
             os.kill(os.getpid(), 9)
         return super().{method}(*args, **kwargs)
 
-script.RevelaTrainer = Killed
-script.main(sys.argv[1:])
+classes = (script.ModelArguments, script.DataArguments, RevelaTrainingArguments)
+script.train(*parse_recipe(classes, sys.argv[1:]), trainer_class=Killed)
 """
 
 
