@@ -280,7 +280,6 @@ def export_checkpoint(
     typer.echo(f"Wrote {out}")
 
 
-@app.command("evaluate")
 def evaluate_models(
     models: Annotated[
         list[str],
@@ -300,6 +299,19 @@ def evaluate_models(
             help="A prepared folder: measures without labels, by how well a chunk's first half finds the other chunks "
             "of its held-out document and, for checkpoints, by how much the retriever helps the LM (retrieval gain)."
         ),
+    ] = None,
+    benchmark: Annotated[
+        str | None,
+        typer.Option(
+            help="A benchmark of the papers, with their settings: coir, bright, beir, retromae-beir, msmarco or nq. "
+            "The same command goes on where one was stopped; accelerate starts the processes, as for train."
+        ),
+    ] = None,
+    results: Annotated[
+        Path, typer.Option(help="With --benchmark: folder that keeps the results of each task, and mteb's own files.")
+    ] = Path("results"),
+    mteb_name: Annotated[
+        str | None, typer.Option(help="With --benchmark: org/name that a local model has in mteb's files.")
     ] = None,
     baseline: Annotated[
         list[str] | None, typer.Option(help="A model to compare with; may be given several times.")
@@ -323,6 +335,7 @@ def evaluate_models(
     max_length: Annotated[
         int, typer.Option(min=2, help="With --groups: tokens a chunk may have for the retrieval gain, as in training.")
     ] = 160,
+    **launch,
 ) -> None:
     """Measure retrievers side by side: nDCG@10, MRR@10, Recall@10, @50, @100 and @1000.
 
@@ -330,9 +343,16 @@ def evaluate_models(
     revela-hub evaluate retriever/ --task beir-folder/ --baseline sentence-transformers/all-MiniLM-L6-v2
     revela-hub evaluate retriever/ --task NanoBEIR --out results.json
     revela-hub evaluate run/checkpoint-500/ run/checkpoint-1000/ --groups prepared/
+    revela-hub evaluate retriever/ --benchmark coir --num-processes 8 --out coir.json
     """
-    if bool(task) == (groups is not None):
-        raise ValueError("Give either --task (with labels) or --groups (without), and not both.")
+    if bool(task) + (groups is not None) + (benchmark is not None) != 1:
+        raise ValueError("Give one of --task (with labels), --groups (without) and --benchmark (of the papers).")
+    if benchmark is not None:
+        if standardise or split is not None:
+            raise ValueError("--standardise and --split do not go with --benchmark: it has the papers' settings.")
+        options = {"results": results, "mteb_name": mteb_name, "out": out, "batch_size": batch_size}
+        _run_benchmark([*(baseline or []), *models], benchmark, options, Launch(**launch))
+        return
     from hub_cards.evaluation import evaluate, evaluate_groups
 
     baselines = baseline or []
@@ -354,6 +374,30 @@ def evaluate_models(
             with_lm = [name for name in exported if model_type(name) == "revela"]
             gains = {name: _retrieval_gain(name, groups, split, gain_groups, max_length) for name in with_lm}
             evaluate_groups(shown, groups, gains=gains, split=split, **options)
+
+
+_take_fields(evaluate_models, Launch)
+app.command("evaluate")(evaluate_models)
+
+
+def _run_benchmark(models: list[str], benchmark: str, options: dict, launch: Launch) -> None:
+    from hub_cards.benchmarks import check_benchmark, run_benchmark
+
+    if _is_launched():
+        run_benchmark(models, benchmark, options.pop("results"), **options)
+        return
+    check_benchmark(models, benchmark, options["mteb_name"], options["out"])
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None]
+    raise typer.Exit(_launch_self(launch, ["evaluate", f"--benchmark={benchmark}", *given, "--", *models]))
+
+
+def _is_launched() -> bool:
+    return "ACCELERATE_MIXED_PRECISION" in os.environ  # set by every launcher of accelerate
+
+
+def _launch_self(launch: Launch, arguments: list[str]) -> int:
+    command, on_cpu = launch.command(HERE / "revela_hub.py")
+    return run_launched([*command, *arguments], {"ACCELERATE_USE_CPU": "true"} if on_cpu else {})
 
 
 def _export_checkpoints(names: Iterable[str], folder: Path) -> dict[str, str]:
@@ -435,12 +479,10 @@ def embed_corpus(ctx: typer.Context) -> None:
         """
         launch = Launch(**{field.name: options.pop(field.name) for field in dataclasses.fields(Launch)})
         config = EmbedConfig(**options)
-        if "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by every launcher of accelerate
+        if _is_launched():
             embed(config)
             return
-        command, on_cpu = launch.command(HERE / "revela_hub.py")
-        environment = {"ACCELERATE_USE_CPU": "true"} if on_cpu else {}
-        raise typer.Exit(run_launched([*command, "embed", *ctx.args], environment))
+        raise typer.Exit(_launch_self(launch, ["embed", *ctx.args]))
 
     _run_fields(ctx, run, EmbedConfig, Launch, arguments=("model", "corpus"))
 
