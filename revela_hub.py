@@ -13,7 +13,6 @@ The commands import what they need when they run, so that `--help` answers at on
 
 import dataclasses
 import inspect
-import os
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from typer.core import TyperGroup
 from hub_cards.checkpoints import model_type
 from hub_cards.commands import publishing
 from hub_cards.hub import one_line, require_here_or_hub
-from trainers.launching import LAUNCH_CONFIGS, Launch, run_launched
+from trainers.launching import LAUNCH_CONFIGS, Launch, is_launched, run_launched
 
 HERE = Path(__file__).resolve().parent
 RECIPES = HERE / "trainers" / "recipes"
@@ -324,6 +323,14 @@ def evaluate_models(
             "beat. Local folders and --groups only."
         ),
     ] = False,
+    truncate_dim: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            help="Show each model also with embeddings cut to so many dimensions, as one trained with "
+            "--matryoshka_dims allows; may be given several times.",
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the results to this JSON file as well.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Texts a forward pass.")] = 32,
     split: Annotated[
@@ -342,17 +349,22 @@ def evaluate_models(
     \b
     revela-hub evaluate retriever/ --task beir-folder/ --baseline sentence-transformers/all-MiniLM-L6-v2
     revela-hub evaluate retriever/ --task NanoBEIR --out results.json
+    revela-hub evaluate retriever/ --task beir-folder/ --truncate-dim 64 --truncate-dim 128
     revela-hub evaluate run/checkpoint-500/ run/checkpoint-1000/ --groups prepared/
     revela-hub evaluate retriever/ --benchmark coir --num-processes 8 --out coir.json
     """
     if bool(task) + (groups is not None) + (benchmark is not None) != 1:
         raise ValueError("Give one of --task (with labels), --groups (without) and --benchmark (of the papers).")
     if benchmark is not None:
-        if standardise or split is not None:
-            raise ValueError("--standardise and --split do not go with --benchmark: it has the papers' settings.")
+        if baseline or standardise or truncate_dim or split is not None:
+            raise ValueError(
+                "--benchmark takes models alone: no --baseline, --standardise, --truncate-dim or --split."
+            )
         options = {"results": results, "mteb_name": mteb_name, "out": out, "batch_size": batch_size}
-        _run_benchmark([*(baseline or []), *models], benchmark, options, Launch(**launch))
+        _run_benchmark(models, benchmark, options, Launch(**launch))
         return
+    if Launch(**launch) != Launch():
+        raise ValueError("Several processes, and how to launch them, are for --benchmark alone.")
     from hub_cards.evaluation import evaluate, evaluate_groups
 
     baselines = baseline or []
@@ -364,6 +376,7 @@ def evaluate_models(
         options = {
             "baselines": {name: exported.get(name, name) for name in baselines},
             "standardise": {name: exported.get(name, name) for name in [*baselines, *models]} if standardise else (),
+            "truncate_dims": truncate_dim or (),
             "out": out,
             "batch_size": batch_size,
         }
@@ -383,21 +396,14 @@ app.command("evaluate")(evaluate_models)
 def _run_benchmark(models: list[str], benchmark: str, options: dict, launch: Launch) -> None:
     from hub_cards.benchmarks import check_benchmark, run_benchmark
 
-    if _is_launched():
+    if is_launched():
         run_benchmark(models, benchmark, options.pop("results"), **options)
         return
     check_benchmark(models, benchmark, options["mteb_name"], options["out"])
     given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None]
-    raise typer.Exit(_launch_self(launch, ["evaluate", f"--benchmark={benchmark}", *given, "--", *models]))
-
-
-def _is_launched() -> bool:
-    return "ACCELERATE_MIXED_PRECISION" in os.environ  # set by every launcher of accelerate
-
-
-def _launch_self(launch: Launch, arguments: list[str]) -> int:
-    command, on_cpu = launch.command(HERE / "revela_hub.py")
-    return run_launched([*command, *arguments], {"ACCELERATE_USE_CPU": "true"} if on_cpu else {})
+    raise typer.Exit(
+        launch.run(HERE / "revela_hub.py", ["evaluate", f"--benchmark={benchmark}", *given, "--", *models])
+    )
 
 
 def _export_checkpoints(names: Iterable[str], folder: Path) -> dict[str, str]:
@@ -479,10 +485,10 @@ def embed_corpus(ctx: typer.Context) -> None:
         """
         launch = Launch(**{field.name: options.pop(field.name) for field in dataclasses.fields(Launch)})
         config = EmbedConfig(**options)
-        if _is_launched():
+        if is_launched():
             embed(config)
             return
-        raise typer.Exit(_launch_self(launch, ["embed", *ctx.args]))
+        raise typer.Exit(launch.run(HERE / "revela_hub.py", ["embed", *ctx.args]))
 
     _run_fields(ctx, run, EmbedConfig, Launch, arguments=("model", "corpus"))
 

@@ -19,13 +19,16 @@ def model_type(folder: str | Path) -> str | None:
     return _read_json(config, dict).get("model_type") if config.is_file() else None
 
 
-def check_folder(folder: str | Path) -> None:
+def check_folder(folder: str | Path, trust_remote_code: bool = False) -> None:
     """
     Refuse a folder of weights that is broken, or that would have its loader read a pickle, code or foreign files.
 
     Looks at the folder itself and at the modules that a sentence-transformers folder names. Links may lead anywhere
     inside the folder, and from a snapshot in the Hub's cache to the files of the same repository. Pickled weights that
     lie beside safetensors are left alone, as nothing reads them. What is no folder (a Hub id) passes.
+
+    Args:
+        trust_remote_code: let a sentence-transformers folder name modules of its own code.
 
     Raises:
         ValueError: naming the file, for pickled weights without safetensors, a module whose code is not
@@ -41,7 +44,7 @@ def check_folder(folder: str | Path) -> None:
     parts = {folder: None}
     for module in _read_json(modules, list) if modules.is_file() else []:
         code, path = (str(module.get(name)) if isinstance(module, dict) else "" for name in ("type", "path"))
-        if not code.startswith("sentence_transformers."):
+        if not (trust_remote_code or code.startswith("sentence_transformers.")):
             raise ValueError(
                 f"{modules} names the module {code!r}, which is not sentence-transformers' own, and code that comes "
                 "with a model is not run: choose another model."

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hub_cards.backbones import positions
 from hub_cards.eos_tokenizer import save_tokenizer
@@ -25,6 +25,7 @@ def write_doors(
     document_prompt: str = "",
     dtype: torch.dtype,
     max_length: int,
+    matryoshka_dims: list[int] | None = None,
 ) -> None:
     """
     Write a retriever for `SentenceTransformer`, `AutoModel` (stock class) and `AutoModel` with `trust_remote_code`.
@@ -37,6 +38,7 @@ def write_doors(
         query_prompt, document_prompt: put before a text of either side.
         dtype: of the written weights.
         max_length: tokens a text may have; less where the model or its tokenizer takes fewer.
+        matryoshka_dims: sizes that the embedding was trained to be cut to.
 
     Raises:
         ValueError: for a weight that is not finite, naming it.
@@ -51,17 +53,29 @@ def write_doors(
         "document_prompt": document_prompt,
         "max_length": max_length,
     }
+    record_dims(model.config, matryoshka_dims)
     model.config.auto_map = {"AutoModel": "modeling_revela.RevelaModel"}
     tokenizer.model_max_length = max_length
     model.save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
-    _write_sentence_transformers_files(model.config, folder)
-    _write_for_older_releases(folder)
+    write_for_servers(
+        folder,
+        size=model.config.get_text_config().hidden_size,
+        pooling=pooling,
+        prompts={"query": query_prompt, "document": document_prompt},
+        max_length=max_length,
+    )
     copy_code(folder)
     prompts = {"query": query_prompt, "document": document_prompt}
     record_embeddings(
         model, tokenizer, folder, kind="retriever", pooling=pooling, prompts=prompts, max_length=max_length
     )
+
+
+def record_dims(config: PreTrainedConfig, dims: list[int] | None) -> None:
+    """Say in a config which sizes its embedding may be cut to, by the name that vLLM and SGLang know."""
+    if dims is not None:
+        config.matryoshka_dimensions = [*dims, config.get_text_config().hidden_size]
 
 
 def write_lm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype) -> None:
@@ -94,27 +108,43 @@ def copy_code(folder: Path) -> None:
     shutil.copy(modeling_revela.__file__, folder)
 
 
-def _write_sentence_transformers_files(config, folder: Path) -> None:
-    # In the names of its releases up to 5, which 6 and the servers read as well; what 6 writes, they do not.
+def write_for_servers(
+    folder: Path,
+    *,
+    size: int,
+    pooling: str,
+    prompts: dict[str, str],
+    max_length: int,
+    similarity: str = "cosine",
+    normalised: bool = True,
+    default_prompt_name: str | None = None,
+) -> None:
+    """
+    Write sentence-transformers' files in the names of its releases up to 5, and what else older releases look for.
+
+    Release 6 reads these as well; what it writes itself, TEI and vLLM do not read (see `hub_cards.serving`).
+
+    Args:
+        folder: holds the model's config and its tokenizer already.
+        size: dimensions of the embedding.
+        pooling: `"eos"`, `"cls"` or `"mean"`.
+        normalised: whether embeddings have length 1.
+    """
+    modules = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")][: 2 + normalised]
     modules = [
         {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}
-        for index, (name, path) in enumerate(
-            (("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize"))
-        )
+        for index, (name, path) in enumerate(modules)
     ]
-    record = config.revela
-    pooling = {"word_embedding_dimension": config.get_text_config().hidden_size, "include_prompt": True}
-    pooling |= {f"pooling_mode_{name}": name == _POOLING[record["pooling"]] for name in _POOLING.values()}
-    settings = {
-        "prompts": {"query": record["query_prompt"], "document": record["document_prompt"]},
-        "default_prompt_name": None,
-        "similarity_fn_name": "cosine",
-    }
+    modes = {"word_embedding_dimension": size, "include_prompt": True}
+    modes |= {f"pooling_mode_{name}": name == _POOLING[pooling] for name in _POOLING.values()}
+    settings = {"prompts": prompts, "default_prompt_name": default_prompt_name, "similarity_fn_name": similarity}
     _write_json(folder / "modules.json", modules)
-    _write_json(folder / "1_Pooling" / "config.json", pooling)
-    _write_json(folder / "2_Normalize" / "config.json", {})
-    _write_json(folder / "sentence_bert_config.json", {"max_seq_length": record["max_length"], "do_lower_case": False})
+    _write_json(folder / "1_Pooling" / "config.json", modes)
+    if normalised:
+        _write_json(folder / "2_Normalize" / "config.json", {})
+    _write_json(folder / "sentence_bert_config.json", {"max_seq_length": max_length, "do_lower_case": False})
     _write_json(folder / "config_sentence_transformers.json", settings)
+    _write_for_older_releases(folder)
 
 
 def _write_for_older_releases(folder: Path) -> None:
@@ -127,7 +157,12 @@ def _write_for_older_releases(folder: Path) -> None:
         config["rope_theta"] = rope["rope_theta"]
         if rope.get("rope_type", "default") != "default":
             config["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
-        _write_json(path, config)
+    for kind, name in (("full_attention", "global_rope_theta"), ("sliding_attention", "local_rope_theta")):
+        if "rope_theta" in (rope.get(kind) or {}):  # ModernBERT's
+            config[name] = rope[kind]["rope_theta"]
+    if config.get("pad_token_id", 0) is None:
+        del config["pad_token_id"]  # TEI takes a number or nothing
+    _write_json(path, config)
     path = folder / "tokenizer_config.json"
     tokenizer = json.loads(path.read_text(encoding="utf-8"))
     if tokenizer.get("tokenizer_class") == "TokenizersBackend":
@@ -142,4 +177,4 @@ def _write_json(path: Path, value: dict | list) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-__all__ = ["copy_code", "refuse_non_finite", "write_doors", "write_lm"]
+__all__ = ["copy_code", "record_dims", "refuse_non_finite", "write_doors", "write_for_servers", "write_lm"]

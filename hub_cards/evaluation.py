@@ -4,8 +4,10 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 
+import torch
 from sentence_transformers import SentenceTransformer
 
 from hub_cards import ranking
@@ -29,6 +31,7 @@ def evaluate(
     *,
     baselines: Models = (),
     standardise: Models = (),
+    truncate_dims: Sequence[int] = (),
     bm25: bool = True,
     out: str | Path | None = None,
     batch_size: int = 32,
@@ -48,6 +51,7 @@ def evaluate(
         baselines: models to compare with, shown above `models`.
         standardise: models to show (also) with embeddings standardised per dimension by the corpus: the free baseline
             that training must beat. Local folders only.
+        truncate_dims: show each of `models` also with embeddings cut to so many of their first dimensions.
         bm25: show BM25 as a row. Local folders only.
         out: JSON file to write (over an old one). While mteb tasks run, what is done so far is in `OUT.partial`.
         batch_size: texts a forward pass.
@@ -60,12 +64,12 @@ def evaluate(
 
     Raises:
         FileNotFoundError, ValueError: on a folder that is not a test set, an unknown task (near names are given), a
-            model that does not load, no model at all.
+            model that does not load or has fewer dimensions than asked for, no model at all.
         RuntimeError: if the data of an mteb task does not load.
         OSError: at the start, if `out` cannot be written.
     """
     require_writable(out)
-    specs = _model_specs(baselines, models, standardise)
+    specs = _model_specs(baselines, models, standardise, truncate_dims)
     settings = {"batch_size": batch_size, "top_k": TOP_K}
     progress = show and sys.stderr.isatty()
     if isinstance(task, (str, Path)) and _is_local(task):
@@ -97,6 +101,7 @@ def evaluate_groups(
     *,
     baselines: Models = (),
     standardise: Models = (),
+    truncate_dims: Sequence[int] = (),
     gains: Mapping[str, Mapping] | None = None,
     span_ratio: float = 0.5,
     num_queries: int | None = None,
@@ -109,7 +114,7 @@ def evaluate_groups(
     """Measures retrievers without labels, by sibling retrieval on held-out chunks (`validation.sibling_retrieval`).
 
     Args:
-        models, baselines, standardise, out, batch_size, show: as for `evaluate`.
+        models, baselines, standardise, truncate_dims, out, batch_size, show: as for `evaluate`.
         groups: a prepared set's folder, or rows with `texts` and `doc_ids`.
         gains: model name -> what `validation.retrieval_gain` gave for it, to show beside.
         span_ratio, num_queries, seed: as for `sibling_retrieval`.
@@ -119,7 +124,7 @@ def evaluate_groups(
         As `evaluate`, with `mean_cosine` (and `retrieval_gain`) among the scores.
     """
     require_writable(out)
-    specs = _model_specs(baselines, models, standardise)
+    specs = _model_specs(baselines, models, standardise, truncate_dims)
     progress = show and sys.stderr.isatty()
     description = {"name": "sibling retrieval", "kind": "groups"}
     if isinstance(groups, (str, Path)):
@@ -129,31 +134,32 @@ def evaluate_groups(
     rows = []
     for spec in specs:
         model = load_model(spec["model"])
+        _check_dims(spec, model)
         embeddings = {}
 
-        def encoder(side, model=model, embeddings=embeddings):
-            # Both rows of a model rank the same embeddings, so they are made once.
+        def encoder(side, dim, model=model, embeddings=embeddings):
+            # All rows of a model rank the same embeddings, so they are made once.
             def encode_once(texts):
                 if side not in embeddings:
                     embeddings[side] = encode(model, texts, side, batch_size, progress)
-                return embeddings[side]
+                return _cut(embeddings[side], dim, model)
 
             return encode_once
 
-        for standardised in _variants(spec):
+        for standardised, dim in _variants(spec):
             start = time.perf_counter()
             scores = sibling_retrieval(
                 groups,
-                encoder("query"),
-                encoder("document"),
+                encoder("query", dim),
+                encoder("document", dim),
                 span_ratio=span_ratio,
                 num_queries=num_queries,
                 seed=seed,
                 standardised=standardised,
             )
-            scores |= {} if standardised or gains is None else gains.get(spec["name"], {})
+            scores |= {} if standardised or dim or gains is None else gains.get(spec["name"], {})
             seconds = {"all": round(time.perf_counter() - start, 3)}
-            rows.append(_model_row(spec, model, "sibling retrieval", scores, seconds, standardised))
+            rows.append(_model_row(spec, model, "sibling retrieval", scores, seconds, standardised, dim))
     description |= {
         "num_queries": rows[0]["scores"]["num_queries"],
         "num_documents": rows[0]["scores"]["num_chunks"],
@@ -164,6 +170,7 @@ def evaluate_groups(
 
 def _beir_rows(spec: dict, test_set: BeirFolder, batch_size: int, progress: bool) -> list[dict]:
     model = load_model(spec["model"])
+    _check_dims(spec, model)
     seconds = {}
     start = time.perf_counter()
     queries = encode(model, test_set.queries.values(), "query", batch_size, progress)
@@ -173,17 +180,17 @@ def _beir_rows(spec: dict, test_set: BeirFolder, batch_size: int, progress: bool
     seconds["encode_documents"] = round(time.perf_counter() - start, 3)
     doc_ids = list(test_set.corpus)
     rows = []
-    for standardised in _variants(spec):
+    for standardised, dim in _variants(spec):
         start = time.perf_counter()
-        sides = ranking.standardise(queries, documents) if standardised else (queries, documents)
-        scores, indices = ranking.top_k(*sides, TOP_K + 1)
+        sides = _cut(queries, dim, model), _cut(documents, dim, model)
+        scores, indices = ranking.top_k(*(ranking.standardise(*sides) if standardised else sides), TOP_K + 1)
         run = {
             query: {doc_ids[index]: score for index, score in zip(*ranked, strict=True)}
             for query, *ranked in zip(test_set.queries, indices.tolist(), scores.tolist(), strict=True)
         }
         seconds["search"] = round(time.perf_counter() - start, 3)
         task = test_set.path.resolve().name
-        rows.append(_model_row(spec, model, task, _score(run, test_set), dict(seconds), standardised))
+        rows.append(_model_row(spec, model, task, _score(run, test_set), dict(seconds), standardised, dim))
     return rows
 
 
@@ -241,36 +248,50 @@ def _evaluate_mteb(specs: list[dict], names: Sequence, settings: dict, out, prog
     rows = []
     for spec in specs:
         model = load_model(spec["model"])
-        for task in tasks:
+        _check_dims(spec, model)
+        own_dim = model.truncate_dim
+        for (_, dim), task in product(_variants(spec), tasks):
+            model.truncate_dim = dim or own_dim
             found = mteb_tasks.evaluate_task(model, task, batch_size=settings["batch_size"], progress=progress)
-            row = _model_row(spec, model, found["task"], found["scores"], found["seconds"], False)
+            row = _model_row(spec, model, found["task"], found["scores"], found["seconds"], False, dim)
             rows.append(row | {key: found[key] for key in ("prompts", "dataset")})
             if partial is not None:
                 write_json(make_results(description, rows, settings), partial)
+        model.truncate_dim = own_dim
     rows.sort(key=lambda row: description["tasks"].index(row["task"]))
     if len(tasks) > 1:
-        for spec in specs:
-            own = [row["scores"] for row in rows if row["model"] == spec["name"]]
+        for name, role in {row["model"]: row["role"] for row in rows}.items():
+            own = [row["scores"] for row in rows if row["model"] == name]
             means = {measure: sum(scores[measure] for scores in own) / len(own) for measure in MEASURES}
-            rows.append({"model": spec["name"], "role": spec["role"], "task": "mean", "scores": means})
+            rows.append({"model": name, "role": role, "task": "mean", "scores": means})
     if partial is not None:
         partial.unlink()
     return make_results(description, rows, settings)
 
 
-def _model_row(spec: dict, model: SentenceTransformer, task: str, scores: dict, seconds: dict, standardised: bool):
+def _model_row(
+    spec: dict,
+    model: SentenceTransformer,
+    task: str,
+    scores: dict,
+    seconds: dict,
+    standardised: bool,
+    dim: int | None,
+) -> dict:
+    kind = ", ".join(([f"{dim} dimensions"] if dim else []) + (["standardised"] if standardised else []))
     return {
-        "model": spec["name"] + (" (standardised)" if standardised else ""),
+        "model": spec["name"] + (f" ({kind})" if kind else ""),
         "role": spec["role"],
         "task": task,
         "scores": scores,
         "standardised": standardised,
+        "truncate_dim": dim,
         **describe_model(model),
         "seconds": seconds,
     }
 
 
-def _model_specs(baselines: Models, models: Models, standardise: Models) -> list[dict]:
+def _model_specs(baselines: Models, models: Models, standardise: Models, truncate_dims: Sequence[int]) -> list[dict]:
     """One entry a model, in the order shown, so that a model asked for twice is encoded once."""
     specs: dict[object, dict] = {}
     for use, given in (("baseline", baselines), ("model", models), ("standardised", standardise)):
@@ -287,6 +308,7 @@ def _model_specs(baselines: Models, models: Models, standardise: Models) -> list
                     "role": "model" if use == "model" else "baseline",
                     "plain": False,
                     "standardised": False,
+                    "dims": list(truncate_dims) if use == "model" else [],
                 },
             )
             spec["name"] = spec["name"] or name
@@ -303,8 +325,25 @@ def _model_specs(baselines: Models, models: Models, standardise: Models) -> list
     return sorted(specs.values(), key=lambda spec: spec["role"] == "model")
 
 
-def _variants(spec: dict) -> list[bool]:
-    return [standardised for standardised, use in ((False, "plain"), (True, "standardised")) if spec[use]]
+def _variants(spec: dict) -> list[tuple[bool, int | None]]:
+    """(standardised, dimensions or `None` for all) of each row that a model is to have."""
+    uses = [standardised for standardised, use in ((False, "plain"), (True, "standardised")) if spec[use]]
+    return [(standardised, dim) for dim in (None, *spec["dims"]) for standardised in uses]
+
+
+def _check_dims(spec: dict, model: SentenceTransformer) -> None:
+    size = model.get_embedding_dimension()
+    for dim in spec["dims"]:
+        if not 0 < dim <= size:
+            raise ValueError(f"Embeddings of {spec['name']} have {size} dimensions and cannot be cut to {dim}.")
+
+
+def _cut(embeddings: torch.Tensor, dim: int | None, model: SentenceTransformer) -> torch.Tensor:
+    """What `encode` gives where `model.truncate_dim` is `dim`."""
+    if dim is None:
+        return embeddings
+    embeddings = embeddings[:, :dim]
+    return torch.nn.functional.normalize(embeddings, dim=-1) if model.similarity_fn_name == "cosine" else embeddings
 
 
 def _is_local(task: str | Path) -> bool:

@@ -315,6 +315,7 @@ def publish(
         document_prompt=config.document_prompt,
         dtype=dtype,
         max_length=max_length,
+        matryoshka_dims=config.matryoshka_dims,
     )
 
 

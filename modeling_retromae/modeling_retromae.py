@@ -9,7 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoModelForMaskedLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
@@ -468,7 +474,14 @@ def _load_encoder(path: str | os.PathLike, loading: dict) -> PreTrainedModel:
     # Trained weights are float32 unless asked: a checkpoint's own dtype would make it pure bf16 in silence.
     loading.setdefault("dtype", torch.float32)
     hub = {key: value for key, value in loading.items() if key != "dtype"}
-    require_stock(PreTrainedConfig.get_config_dict(path, **hub)[0])
+    config = PreTrainedConfig.get_config_dict(path, **hub)[0]
+    require_stock(config)
+    kind = config.get("model_type")
+    if kind in CONFIG_MAPPING and CONFIG_MAPPING[kind] not in MODEL_FOR_MASKED_LM_MAPPING:
+        raise ValueError(
+            f"{path} is of the architecture {kind!r}, for which transformers has no masked LM (a decoder, for one): "
+            "RetroMAE pre-trains encoders, such as BERT, RoBERTa or ModernBERT. A decoder is trained with Revela."
+        )
     loading |= {"trust_remote_code": False, "use_safetensors": True}
     encoder, info = AutoModelForMaskedLM.from_pretrained(path, output_loading_info=True, **loading)
     prefix = f"{encoder.base_model_prefix}."

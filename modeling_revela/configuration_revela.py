@@ -45,6 +45,10 @@ class RevelaConfig(PreTrainedConfig):
             Which part of a chunk its query embedding sees: `"first_half"` (prose) or `"full"` (code), B.5.
         similarity_span_ratio (`float`, defaults to 0.5): the share of the tokens that `"first_half"` keeps.
         pooling (`str`, defaults to `"eos"`): `"eos"` (last real token), `"cls"` or `"mean"`.
+        matryoshka_dims (`list[int]`, *optional*):
+            Sizes, rising, that an embedding may be cut to: so many of its first dimensions are to serve as one (arXiv
+            2205.13147). The weights of in-batch attention are then the mean, over these and the whole size, of the
+            softmax over the cosines of embeddings so cut: one forward pass of the LM, whose loss reaches every size.
         embed_batch_size (`int`, *optional*):
             Chunks that the retriever embeds in a forward pass; `None` for all at once. Memory for its activations then
             no longer grows with the group, for one forward pass more of the retriever; the gradients stay the same.
@@ -85,6 +89,7 @@ class RevelaConfig(PreTrainedConfig):
         similarity_span: str = "first_half",
         similarity_span_ratio: float = 0.5,
         pooling: str = "eos",
+        matryoshka_dims: list[int] | None = None,
         embed_batch_size: int | None = None,
         query_prompt: str = "query: ",
         document_prompt: str = "passage: ",
@@ -114,6 +119,7 @@ class RevelaConfig(PreTrainedConfig):
         self.similarity_span = similarity_span
         self.similarity_span_ratio = similarity_span_ratio
         self.pooling = pooling
+        self.matryoshka_dims = None if matryoshka_dims is None else list(matryoshka_dims)
         self.embed_batch_size = embed_batch_size
         self.query_prompt = query_prompt
         self.document_prompt = document_prompt
@@ -152,12 +158,35 @@ class RevelaConfig(PreTrainedConfig):
             raise ValueError(f"`similarity_temperature` must be above 0, not {self.similarity_temperature}.")
         if not 0 < self.similarity_span_ratio < 1:
             raise ValueError(f"`similarity_span_ratio` must lie between 0 and 1, not {self.similarity_span_ratio}.")
+        size = None if self.retriever_config is None else self.retriever_config.get_text_config().hidden_size
+        check_matryoshka_dims(self.matryoshka_dims, size)
         if self.embed_batch_size is not None and not self.embed_batch_size >= 1:
             raise ValueError(f"`embed_batch_size` must be at least 1, or None, not {self.embed_batch_size}.")
         if not 0 <= self.weight_floor < 1e-2:
             raise ValueError(
                 f"`weight_floor` must lie between 0 and 0.01, not {self.weight_floor}: a higher floor shows."
             )
+
+
+def check_matryoshka_dims(dims: list[int] | None, size: int | None = None) -> None:
+    """
+    Raises ValueError for `matryoshka_dims` that are not whole numbers above 0, rising, and below `size`.
+
+    Args:
+        dims: or `None`, which passes.
+        size: of the embedding, where it is known.
+    """
+    if dims is None:
+        return
+    if not dims or not all(type(dim) is int and dim > 0 for dim in dims) or sorted(set(dims)) != list(dims):
+        raise ValueError(
+            f"`matryoshka_dims` are {list(dims)}: give whole numbers above 0, each once and rising, such as [64, 128]."
+        )
+    if size is not None and dims[-1] >= size:
+        raise ValueError(
+            f"`matryoshka_dims` has {dims[-1]}, but the embedding has {size} dimensions, which are trained in any "
+            "case: name smaller ones only."
+        )
 
 
 def _as_config(config: PreTrainedConfig | dict[str, Any] | None) -> PreTrainedConfig | None:
@@ -194,4 +223,4 @@ def require_stock(config: PreTrainedConfig | dict[str, Any]) -> None:
 
 RevelaConfig.register_for_auto_class()
 
-__all__ = ["RevelaConfig", "require_stock"]
+__all__ = ["RevelaConfig", "check_matryoshka_dims", "require_stock"]

@@ -250,8 +250,10 @@ class RevelaForPreTraining(RevelaPreTrainedModel):
             query_embeddings, document_embeddings: (B, d), L2-normalised or not.
             group_ids: (B,), which group each chunk belongs to; all in one where it is `None`.
 
+        With `matryoshka_dims` the weights are the mean of those at each size, the whole one among them.
+
         Returns:
-            (B, B) weights, float32 (float64 for float64 embeddings), and (B, B) cosines.
+            (B, B) weights, float32 (float64 for float64 embeddings), and (B, B) cosines of the whole embeddings.
 
         Raises:
             ValueError: for a group of one chunk.
@@ -265,11 +267,24 @@ class RevelaForPreTraining(RevelaPreTrainedModel):
             raise ValueError("A group of one chunk has nothing to attend to: every group needs at least two chunks.")
         if not self.config.include_diagonal:
             visible = visible & ~torch.eye(rows, dtype=torch.bool, device=device)
+        weights, similarities = self._weights(query_embeddings, document_embeddings, visible)
+        if self.config.matryoshka_dims is not None:
+            cut = [
+                self._weights(query_embeddings[:, :dim], document_embeddings[:, :dim], visible)[0]
+                for dim in self.config.matryoshka_dims
+            ]
+            weights = torch.stack([weights, *cut]).mean(0)
+        return weights, similarities
+
+    def _weights(
+        self, query_embeddings: torch.Tensor, document_embeddings: torch.Tensor, visible: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The softmax over the visible (B, B) of the cosines divided by the temperature, and the cosines."""
         queries, documents = normalise(query_embeddings), normalise(document_embeddings)
         if queries.dtype != torch.float64:
             dtype = getattr(torch, self.config.similarity_dtype)
             queries, documents = queries.to(dtype), documents.to(dtype)
-        with torch.autocast(device_type=device.type, enabled=False):
+        with torch.autocast(device_type=queries.device.type, enabled=False):
             similarities = queries @ documents.T
             # As in the authors' code the division too happens in the precision of the cosines.
             scaled = similarities / (

@@ -12,6 +12,7 @@ from sentence_transformers.cross_encoder.losses import ListNetLoss
 from torch import nn
 
 from hub_cards.backbones import set_pad_token
+from hub_cards.checkpoints import check_folder
 from trainers.backbones import check_positions, check_room, fit_vocabulary
 from trainers.finetune_data import TrainingSet
 from trainers.hard_negatives import spread
@@ -106,9 +107,10 @@ def load_cross_encoder(
     A cross-encoder with one score, from a folder or Hub id; the head is drawn anew where there is none.
 
     Raises:
-        ValueError: for one that does not load, has too few positions for `max_length`, or lacks embeddings of tokens
-            and is not trained.
+        ValueError: for files that must not be read (`check_folder`), one that does not load, has too few positions for
+            `max_length`, or lacks embeddings of tokens and is not trained.
     """
+    check_folder(name_or_path, trust_remote_code)
     try:
         model = CrossEncoder(
             name_or_path,
@@ -116,6 +118,7 @@ def load_cross_encoder(
             max_length=max_length,
             trust_remote_code=trust_remote_code,
             device=str(device),
+            model_kwargs={"use_safetensors": True},
             activation_fn=nn.Identity(),
         )
     except Exception as error:

@@ -31,6 +31,7 @@ from sentence_transformers import CrossEncoder
 from transformers import set_seed
 
 from hub_cards.encoding import prompts_used
+from modeling_revela.configuration_revela import check_matryoshka_dims
 from trainers.arguments import parse_recipe, run_script
 from trainers.checks import cap_workers, check_at_least, check_choice, check_steps
 from trainers.distillation import load_cross_encoder, score_rows, train_cross_encoder
@@ -112,6 +113,17 @@ class MethodArguments:
     temperature: float | None = field(
         default=None, metadata={"help": "Divides the similarities; 0.05 for cosine and 1 for dot, if left out."}
     )
+    matryoshka_dims: list[int] | None = field(
+        default=None,
+        metadata={
+            "help": "Sizes, rising, that an embedding may be cut to, as in 64 128: the loss is taken at each of them "
+            "and at the whole size, with cosine."
+        },
+    )
+    matryoshka_weights: list[float] | None = field(
+        default=None,
+        metadata={"help": "What each of these sizes counts in the loss, the whole size last; 1 each, if left out."},
+    )
     cross_device_negatives: bool = field(
         default=True, metadata={"help": "dpr, ance: documents of the other processes' queries are negatives too."}
     )
@@ -155,6 +167,17 @@ class MethodArguments:
             raise ValueError(
                 f"`mining_depth` {self.mining_depth} leaves too few to draw `num_negatives` {self.num_negatives} from."
             )
+        check_matryoshka_dims(self.matryoshka_dims)
+        weights, sizes = self.matryoshka_weights, len(self.matryoshka_dims or ()) + 1
+        if weights is not None and (
+            self.matryoshka_dims is None
+            or len(weights) != sizes
+            or not all(0 < weight < math.inf for weight in weights)
+        ):
+            raise ValueError(
+                f"`matryoshka_weights` are {weights}: give one above 0 for each of `matryoshka_dims` "
+                f"{self.matryoshka_dims}, and one more for the whole size."
+            )
         for name in ("temperature", "teacher_temperature", "cross_encoder_epochs", "cross_encoder_learning_rate"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -193,7 +216,7 @@ class Finetuning:
             # What is wrong with the teacher is better known now than after hours of mining.
             self._load_teacher("cpu")
         self.evaluator = make_evaluator(development, args.per_device_eval_batch_size)
-        self.model = load_model(model_args).to(args.device)
+        self.model = load_model(model_args, method.matryoshka_dims).to(args.device)
         self.args = copy.copy(args)
         self.folder = Path(args.output_dir)
         if self.args.metric_for_best_model == "eval_dev_cosine_ndcg@10":
@@ -324,6 +347,8 @@ class Finetuning:
                 self.method.temperature,
                 self.method.cross_device_negatives,
                 self.method.grad_cache_batch_size,
+                self.method.matryoshka_dims,
+                self.method.matryoshka_weights,
             ),
             evaluator=self.evaluator,
             callbacks=[*self.callbacks, *([] if stop_at is None else [StopAt(stop_at)])],

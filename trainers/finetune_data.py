@@ -1,5 +1,6 @@
 """What fine-tuning reads: queries, their relevant documents and hard negatives, from the formats of the field."""
 
+import csv
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,14 +11,15 @@ from typing import Any
 from hub_cards.beir_folder import load_beir_folder
 from hub_cards.hub import explain, may_be_hub_id
 from hub_cards.search import read_passages
-from trainers.data.readers import DataError, text_lines
+from trainers.data.readers import DataError, numbered_lines, text_lines
+from trainers.data.separated_values import MAX_FIELD, Row, rows_of
 
 # Names that a column goes by: sentence-transformers' own, and those of tevatron's, FlagEmbedding's and DPR's files.
 QUERY_COLUMNS = ("query", "anchor", "question")
 POSITIVE_COLUMNS = ("positive", "positives", "pos", "positive_passages", "positive_ctxs", "answer")
 NEGATIVE_COLUMNS = ("negative", "negatives", "neg", "negative_passages", "hard_negative_ctxs")
 _DPR_HEADER = "id\ttext\ttitle"
-_LOADERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv"}
+_LOADERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".ndjson": "json"}
 
 
 @dataclass
@@ -341,6 +343,54 @@ def _read_corpus(corpus: str | None) -> Iterable[str]:
 
 
 def _read_rows(source: str, split: str, config: str | None) -> Iterator[tuple[str, list[str], list[str]]]:
+    if Path(source).is_file() and Path(source.removesuffix(".gz")).suffix == ".csv":
+        places, columns, rows = _read_csv(Path(source))
+    else:
+        rows = _load_rows(source, split, config)
+        columns, places = rows.column_names, (f"{source}, row {number}" for number in range(1, len(rows) + 1))
+    query = _column(source, columns, QUERY_COLUMNS)
+    positive = _column(source, columns, POSITIVE_COLUMNS)
+    negatives = [name for name in columns if name in NEGATIVE_COLUMNS or re.fullmatch(r"negative_\d+", name)]
+    for place, row in zip(places, rows, strict=True):
+
+        def texts(name, row=row, place=place) -> list[str]:
+            return _as_texts(row[name], lambda: f"{place}, column {name!r}")
+
+        query_texts, positive_texts = texts(query), texts(positive)
+        if len(query_texts) != 1 or not positive_texts:
+            raise DataError(f"{place}: a query and at least one positive are needed.")
+        yield query_texts[0], positive_texts, [text for name in negatives for text in texts(name)]
+
+
+def _read_csv(file: Path) -> tuple[list[str], list[str], list[dict[str, str]]]:
+    """Where each row stands, the header, and the rows; of a quote that nothing closes the line is said."""
+
+    def lines() -> Iterator[str]:
+        for _, line in numbered_lines(file):
+            if isinstance(line, DataError):
+                raise line
+            yield line
+
+    limit = csv.field_size_limit(MAX_FIELD)
+    try:
+        header, *rows = list(rows_of(lines(), several_lines=True, strict=True)) or [Row(1, 1, [])]
+    except (OSError, EOFError) as error:
+        raise DataError(f"{file}: cannot be read to its end ({error}); copy the file again.") from error
+    finally:
+        csv.field_size_limit(limit)
+    for row in (header, *rows):
+        if isinstance(row.values, csv.Error):
+            raise DataError(f"{file}, line {row.first}: not a row of CSV ({row.values}); mend its quotes.")
+        if len(row.values) != len(header.values):
+            raise DataError(
+                f"{file}, line {row.first}: {len(row.values)} fields where the header has {len(header.values)}; quote "
+                "fields that hold commas or line breaks."
+            )
+    places = [f"{file}, line {row.first}" for row in rows]
+    return places, header.values, [dict(zip(header.values, row.values, strict=True)) for row in rows]
+
+
+def _load_rows(source: str, split: str, config: str | None):
     import datasets
 
     path = Path(source)
@@ -348,12 +398,12 @@ def _read_rows(source: str, split: str, config: str | None) -> Iterator[tuple[st
         if path.is_file():
             kind = _LOADERS.get(Path(path.name.removesuffix(".gz")).suffix)
             if kind is None:
-                raise DataError(f"{path} is no file to train on: give it one of the suffixes {', '.join(_LOADERS)}.")
-            rows = datasets.load_dataset(kind, data_files=str(path), split="train")
-        elif not path.exists() and not may_be_hub_id(source):
+                suffixes = ", ".join([*_LOADERS, ".csv"])
+                raise DataError(f"{path} is no file to train on: give it one of the suffixes {suffixes}.")
+            return datasets.load_dataset(kind, data_files=str(path), split="train")
+        if not path.exists() and not may_be_hub_id(source):
             raise DataError(f"{source} does not exist, and is not the id of a Hub dataset (owner/name) either.")
-        else:
-            rows = datasets.load_dataset(source, config, split=split)
+        return datasets.load_dataset(source, config, split=split)
     except DataError:
         raise
     except Exception as error:  # whatever the Hub, the network or the loader has to say
@@ -361,19 +411,6 @@ def _read_rows(source: str, split: str, config: str | None) -> Iterator[tuple[st
         raise DataError(
             f"{source} is no BEIR or MS MARCO folder, and no file or dataset that loads (split {split}): {reason}"
         ) from error
-    columns = rows.column_names
-    query = _column(source, columns, QUERY_COLUMNS)
-    positive = _column(source, columns, POSITIVE_COLUMNS)
-    negatives = [name for name in columns if name in NEGATIVE_COLUMNS or re.fullmatch(r"negative_\d+", name)]
-    for number, row in enumerate(rows.select_columns([query, positive, *negatives]), start=1):
-
-        def texts(name, row=row, number=number) -> list[str]:
-            return _as_texts(row[name], lambda: f"{source}, row {number}, column {name!r}")
-
-        query_texts, positive_texts = texts(query), texts(positive)
-        if len(query_texts) != 1 or not positive_texts:
-            raise DataError(f"{source}, row {number}: a query and at least one positive are needed.")
-        yield query_texts[0], positive_texts, [text for name in negatives for text in texts(name)]
 
 
 def _column(source: str, columns: list[str], names: tuple[str, ...]) -> str:

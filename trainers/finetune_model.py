@@ -14,10 +14,11 @@ from sentence_transformers.util import is_sentence_transformer_model
 from torch import nn
 
 from hub_cards.backbones import positions, set_pad_token
-from hub_cards.checkpoints import model_type
-from hub_cards.doors import copy_code
+from hub_cards.checkpoints import check_folder, model_type
+from hub_cards.doors import copy_code, record_dims, write_for_servers
 from hub_cards.encoding import prompts_used
 from hub_cards.eos_tokenizer import append_eos, save_tokenizer
+from modeling_revela.configuration_revela import check_matryoshka_dims
 from trainers.backbones import check_positions, check_room, fit_vocabulary, room_taken
 from trainers.checks import check_at_least, check_choice, check_dtype, check_lora
 
@@ -66,13 +67,18 @@ class ModelArguments:
             check_choice("similarity", self.similarity, ("cosine", "dot"))
 
 
-def load_model(arguments: ModelArguments) -> SentenceTransformer:
+def load_model(arguments: ModelArguments, matryoshka_dims: list[int] | None = None) -> SentenceTransformer:
     """
     The retriever to train: a sentence-transformers model as it is, or a plain encoder with pooling on top.
 
+    Args:
+        matryoshka_dims: sizes that its embedding will be trained at besides its own, which its config records.
+
     Raises:
-        ValueError: for a pre-training checkpoint, which is exported first, a model that does not load, a length that
-            it or the prompts leave no room for, and embeddings that lack tokens and would not be trained.
+        ValueError: for a pre-training checkpoint, which is exported first, files that must not be read
+            (`check_folder`), a model that does not load, sizes that its embedding does not have or that
+            need cosine, a length that it or the prompts leave no room for, and embeddings that lack tokens and would
+            not be trained.
     """
     name = arguments.model_name_or_path
     if model_type(name) in ("revela", "retromae"):
@@ -80,7 +86,8 @@ def load_model(arguments: ModelArguments) -> SentenceTransformer:
             f"{name} is a pre-training checkpoint: publish its encoder with `revela-hub export {name} OUT`, and "
             "fine-tune OUT."
         )
-    options = {"dtype": getattr(torch, arguments.dtype)}
+    check_folder(name, arguments.trust_remote_code)
+    options = {"dtype": getattr(torch, arguments.dtype), "use_safetensors": True}
     is_retriever = is_sentence_transformer_model(name)
     if is_retriever and arguments.pooling is not None:
         raise ValueError(f"{name} has a pooling of its own: leave `pooling` out.")
@@ -93,6 +100,14 @@ def load_model(arguments: ModelArguments) -> SentenceTransformer:
         model = _with_pooling(model, arguments.pooling or "cls", arguments.similarity or "cosine")
     elif arguments.similarity is not None:
         model.similarity_fn_name = arguments.similarity
+    if matryoshka_dims is not None:
+        check_matryoshka_dims(matryoshka_dims, model.get_embedding_dimension())
+        if model.similarity_fn_name != "cosine":
+            raise ValueError(
+                f"`matryoshka_dims` compares by cosine, but {name} ranks by {model.similarity_fn_name}: pass "
+                "--similarity cosine, or leave the sizes out."
+            )
+        record_dims(model[0].auto_model.config, matryoshka_dims)
     set_pad_token(model.tokenizer)
     prompts = prompts_used(model)
     given = {"query": arguments.query_prompt, "document": arguments.document_prompt}
@@ -166,6 +181,7 @@ def save_result(model: SentenceTransformer, folder: str | os.PathLike) -> None:
     _update_record(model)
     model.save_pretrained(str(staging))
     save_tokenizer(model.tokenizer, staging)
+    _write_for_servers(model, staging)
     if getattr(model[0].auto_model.config, "revela", None) is not None:
         copy_code(staging)
     for path in sorted(staging.iterdir(), key=lambda path: path.name == "modules.json"):
@@ -174,6 +190,26 @@ def save_result(model: SentenceTransformer, folder: str | os.PathLike) -> None:
             shutil.rmtree(target)
         os.replace(path, target)
     staging.rmdir()
+
+
+def _write_for_servers(model: SentenceTransformer, folder: Path) -> None:
+    """In the form that servers read, where the model is pooled and perhaps normalised, and nothing else."""
+    kinds = [type(module).__name__ for module in model]
+    pooling = {mode: name for name, mode in _POOLING.items()}.get(getattr(model[1], "pooling_mode", None))
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]) or pooling is None:
+        return
+    if not model[1].include_prompt or model.max_seq_length is None:
+        return
+    write_for_servers(
+        folder,
+        size=model.get_embedding_dimension(),
+        pooling=pooling,
+        prompts=model.prompts,
+        max_length=model.max_seq_length,
+        similarity=model.similarity_fn_name,
+        normalised=len(kinds) == 3,
+        default_prompt_name=model.default_prompt_name,
+    )
 
 
 def _update_record(model: SentenceTransformer) -> None:

@@ -16,6 +16,7 @@ from sentence_transformers.evaluation import InformationRetrievalEvaluator
 from sentence_transformers.losses import (
     CachedMultipleNegativesRankingLoss,
     DistillKLDivLoss,
+    MatryoshkaLoss,
     MultipleNegativesRankingLoss,
 )
 from sentence_transformers.util import cos_sim, dot_score, pairwise_cos_sim, pairwise_dot_score
@@ -25,6 +26,7 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
+from hub_cards.checkpoints import check_folder
 from hub_cards.eos_tokenizer import save_tokenizer
 from trainers.checkpoints import last_checkpoint
 from trainers.finetune_data import DevelopmentSet
@@ -95,6 +97,7 @@ class FinetuneTrainer(SentenceTransformerTrainer):
             weights = load_file(Path(checkpoint_path) / ADAPTER_SAFE_WEIGHTS_NAME, device=str(backbone.device))
             set_peft_model_state_dict(backbone, {name.removeprefix(_PEFT): value for name, value in weights.items()})
         else:
+            check_folder(checkpoint_path)
             super()._load_from_checkpoint(checkpoint_path)
 
 
@@ -127,8 +130,13 @@ def make_loss(
     temperature: float | None = None,
     cross_device_negatives: bool = True,
     grad_cache_batch_size: int = 0,
+    matryoshka_dims: list[int] | None = None,
+    matryoshka_weights: list[float] | None = None,
 ) -> nn.Module:
     """sentence-transformers' loss for the method, on the similarity that the model ranks by; see `MethodArguments`."""
+    if matryoshka_dims is not None:
+        loss = make_loss(model, method, temperature, cross_device_negatives, grad_cache_batch_size)
+        return MatryoshkaLoss(model, loss, [*matryoshka_dims, model.get_embedding_dimension()], matryoshka_weights)
     cosine = model.similarity_fn_name == "cosine"
     if temperature is None:
         temperature = 0.05 if cosine else 1.0

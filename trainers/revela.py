@@ -75,6 +75,12 @@ class ModelArguments:
     weight_floor: float = field(default=1e-7, metadata={"help": "In-batch weights at or below it are skipped."})
     query_prompt: str = field(default="query: ", metadata={"help": "Put before a chunk as query."})
     document_prompt: str = field(default="passage: ", metadata={"help": "Put before a chunk as passage."})
+    matryoshka_dims: list[int] | None = field(
+        default=None,
+        metadata={
+            "help": "Sizes, rising, that an embedding may be cut to, as in 64 128; the whole size always counts."
+        },
+    )
     embed_batch_size: int | None = field(
         default=None,
         metadata={
@@ -108,7 +114,7 @@ class ModelArguments:
             "freeze_lm", "v_norm", "in_batch_gate", "in_batch_gate_init", "include_diagonal", "dual_loss",
             "trainable_temperature", "similarity_dtype", "similarity_span", "similarity_span_ratio", "weight_floor",
             "query_prompt", "document_prompt", "embed_batch_size", "save_backbones", "pooling",
-            "similarity_temperature",
+            "similarity_temperature", "matryoshka_dims",
         )  # fmt: skip
         return {name: getattr(self, name) for name in same} | {
             "retriever_lora": lora_fields(self, "retriever"),

@@ -190,3 +190,15 @@ def test_two_processes_share_the_tasks(tiny_path, tasks, beir_folder, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert scores(json.loads((tmp_path / "r.json").read_text())) == scores(one)
     assert set(written(tmp_path / "results")) == set(NAMES)
+
+
+@pytest.mark.slow
+def test_the_command_launches_itself_and_hands_back_the_failure(tiny_path, tmp_path):
+    command = [sys.executable, ROOT / "revela_hub.py", "evaluate", tiny_path, "--benchmark", "nq"]
+    command += ["--launch-config", "cpu", "--results", tmp_path / "results", "--out", tmp_path / "r.json"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment |= {"HF_HOME": str(tmp_path / "empty")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "error: The data of the mteb task NQ does not load" in done.stderr, done.stderr[-3000:]
+    assert not (tmp_path / "r.json").exists()

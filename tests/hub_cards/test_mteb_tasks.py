@@ -19,6 +19,12 @@ def test_mteb_and_the_local_folder_agree(tiny_model, minilm, beir_folder, tmp_pa
             assert value == pytest.approx(mine["scores"][measure], abs=1e-5)
         assert row["prompts"] == mine["prompts"] and row["task"] == "FruitRetrieval"
         assert row["dataset"] == {"path": "local/fruit", "revision": "1"}
+    options = {"bm25": False, "show": False, "truncate_dims": [5]}
+    cut = [evaluate({"tiny": tiny_model}, task, **options) for task in (beir_folder, make_task(beir_folder))]
+    assert [row["model"] for row in cut[1]["rows"]] == ["tiny", "tiny (5 dimensions)"]
+    for measure, value in cut[1]["rows"][1]["scores"].items():
+        assert value == pytest.approx(cut[0]["rows"][1]["scores"][measure], abs=1e-5)
+    assert tiny_model.truncate_dim is None
     assert json.loads((tmp_path / "r.json").read_text()) == theirs
     assert not (tmp_path / "r.json.partial").exists()
     assert "FruitRetrieval" in capsys.readouterr().out

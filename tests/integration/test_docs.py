@@ -17,7 +17,17 @@ import pytest
 from tests.hub_server import HubServer
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ["own-corpus", "large-corpora", "own-backbone", "publish", "reproduce", "scale", "retromae"]
+PAGES = [
+    "own-corpus",
+    "large-corpora",
+    "own-backbone",
+    "publish",
+    "serving",
+    "reproduce",
+    "benchmarks",
+    "scale",
+    "retromae",
+]
 PAGES = [f"docs/{page}.md" for page in PAGES]
 # Set-up and long runs, each covered by tests of its own: CI runs `make test`, `make demo` is the demo.
 NOT_HERE = ("make ", "python benchmarks/")

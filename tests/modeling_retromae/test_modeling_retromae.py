@@ -381,6 +381,11 @@ def test_options_that_cannot_be_are_errors_that_name_them(options, message):
         make_model(**options)
 
 
+def test_a_decoder_is_told_from_an_encoder(tiny_lm_folder):
+    with pytest.raises(ValueError, match="architecture 'llama', for which transformers has no masked LM .*encoders"):
+        RetroMAEForPreTraining.from_encoder(tiny_lm_folder)
+
+
 def test_defaults_are_the_papers():
     config = RetroMAEConfig()
     assert (config.encoder_mask_ratio, config.decoder_mask_ratio, config.decoding) == (0.3, 0.5, "enhanced")

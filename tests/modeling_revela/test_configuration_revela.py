@@ -23,6 +23,7 @@ def test_survives_a_file(tmp_path):
         "similarity_span": "full",
         "similarity_span_ratio": 0.4,
         "pooling": "mean",
+        "matryoshka_dims": [8, 24],
         "embed_batch_size": 8,
         "query_prompt": "q: ",
         "document_prompt": "",
@@ -52,6 +53,18 @@ def test_every_field_has_a_documented_default():
     assert len(fields) > 20
     for name in fields:
         assert f"{name} (`" in RevelaConfig.__doc__, name
+
+
+@pytest.mark.parametrize("dims", [[], [0], [-8], [8, 8], [16, 8], [8.0], [True], ["8"]])
+def test_sizes_that_are_none_are_refused(dims):
+    with pytest.raises(ValueError, match="`matryoshka_dims` are .*whole numbers above 0, each once and rising"):
+        RevelaConfig(matryoshka_dims=dims)
+
+
+def test_sizes_lie_below_the_embeddings():
+    with pytest.raises(ValueError, match="`matryoshka_dims` has 48, but the embedding has 48 dimensions"):
+        RevelaConfig(retriever_config=BertConfig(hidden_size=48), matryoshka_dims=[8, 48])
+    RevelaConfig(retriever_config=BertConfig(hidden_size=48), matryoshka_dims=[8, 47])
 
 
 def test_text_config_is_the_lms():

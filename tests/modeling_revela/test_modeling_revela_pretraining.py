@@ -193,6 +193,36 @@ class TestSimilarityWeights:
             assert torch.allclose(weights[i, others], torch.softmax(cosines[others] / 0.1, dim=-1))
             assert weights[i, i] == 0
 
+    def test_matryoshka_averages_the_weights_of_each_size(self, make_model):
+        options = {"similarity_temperature": 0.1}
+        model, plain = make_model(matryoshka_dims=[2, 5], **options), make_model(**options)
+        queries, passages = torch.randn(2, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        groups = torch.tensor([0, 1, 0, 1, 1, 0])
+        queries.requires_grad_(True)
+        weights, similarities = model.similarity_weights(queries, passages, groups)
+        expected = torch.zeros(6, 6, dtype=torch.float64)
+        for i in range(6):
+            others = [j for j in range(6) if j != i and groups[j] == groups[i]]
+            for size in (2, 5, 8):
+                cosines = torch.cosine_similarity(queries[i, :size], passages[others, :size])
+                expected[i, others] = expected[i, others] + torch.softmax(cosines / 0.1, dim=-1) / 3
+        assert torch.allclose(weights, expected, rtol=1e-12, atol=1e-15)
+        assert torch.equal(similarities, plain.similarity_weights(queries, passages, groups)[1])
+        target = torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        ours, dense = (torch.autograd.grad((value * target).sum(), queries)[0] for value in (weights, expected))
+        assert torch.allclose(ours, dense, rtol=1e-10, atol=1e-14)
+
+    def test_matryoshka_trains_both_halves_on_one_forward_pass_of_the_lm(self, make_model):
+        model, plain = make_model(matryoshka_dims=[4, 16]), make_model()
+        calls = []
+        model.lm.register_forward_hook(lambda *_: calls.append(1))
+        output = model(**make_inputs())
+        output.loss.backward()
+        assert len(calls) == 1
+        assert output.loss.item() != plain(**make_inputs()).loss.item()
+        assert torch.allclose(output.in_batch_weights.sum(-1), torch.ones(4))
+        assert model.retriever.layers[0].mlp.up_proj.weight.grad.abs().sum() > 0
+
     def test_groups_do_not_see_each_other(self, make_model):
         model = make_model(similarity_temperature=0.1)
         queries, passages = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -203,6 +204,22 @@ def test_grad_cache_gives_the_gradients_of_the_whole_batch(encoder):
         torch.testing.assert_close(grads[1][name], value, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("cached", [0, 5])
+def test_matryoshka_is_the_loss_at_each_size_weighted(encoder, cached):
+    texts = {"query": [f"w{number}" for number in range(12)], "positive": [f"w{number} w1" for number in range(12)]}
+    model = load_model(ModelArguments(str(encoder)), [4, 16]).eval()
+    loss = make_loss(
+        model, "dpr", 0.1, matryoshka_dims=[4, 16], matryoshka_weights=[3, 2, 1], grad_cache_batch_size=cached
+    )
+    embeddings = [model.encode(column, convert_to_tensor=True).double() for column in texts.values()]
+    expected = 0
+    for size, weight in ((4, 3), (16, 2), (32, 1)):
+        queries, documents = (torch.nn.functional.normalize(both[:, :size], dim=-1) for both in embeddings)
+        expected += weight * torch.nn.functional.cross_entropy(queries @ documents.T / 0.1, torch.arange(12))
+    value = loss([model.preprocess(column) for column in texts.values()], None)
+    assert value.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
 @pytest.mark.parametrize("lora_r", [0, 4])
 def test_a_run_that_broke_off_goes_on_exactly(finetune, dpr, tmp_path, lora_r):
     options = {
@@ -244,6 +261,31 @@ def test_given_negatives_are_drawn_anew_each_epoch(finetune, judged_task, tmp_pa
 
 
 # What comes out
+
+
+@pytest.mark.parametrize("method", ["dpr", "ance", "distill"])
+def test_matryoshka_learns_short_embeddings_and_says_so(finetune, dpr, task, tmp_path, method):
+    options = {"method": method, "model_name_or_path": str(dpr[0]), "learning_rate": 1e-3, "max_steps": 40}
+    if method != "dpr":
+        options |= {"num_negatives": 2, "mining_depth": 10, "max_steps": 2}
+    if method == "distill":
+        options |= {"cross_encoder_epochs": 0.1, "cross_encoder_max_length": 40}
+    finetune(tmp_path / "out", matryoshka_dims=[6], **options)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["matryoshka_dimensions"] == [6, 32]
+    model = SentenceTransformer(str(tmp_path / "out"), truncate_dim=6)
+    assert model.get_embedding_dimension() == 6
+    texts = ["bato w1", "cula w2 w3"]
+    whole = SentenceTransformer(str(tmp_path / "out")).encode(texts, convert_to_tensor=True)
+    torch.testing.assert_close(
+        encode(model, texts, "query"), torch.nn.functional.normalize(whole[:, :6], dim=-1).cpu()
+    )
+    if method == "dpr":
+        from hub_cards.evaluation import evaluate
+
+        models = {"plain": str(dpr[0]), "matryoshka": str(tmp_path / "out")}
+        rows = evaluate(models, task, truncate_dims=[6], bm25=False, split="dev", show=False)["rows"]
+        scores = {row["model"]: row["scores"]["ndcg_at_10"] for row in rows}
+        assert scores["matryoshka (6 dimensions)"] > scores["plain (6 dimensions)"] + 0.05
 
 
 def test_lora_is_merged_into_what_is_left(finetune, dpr, tmp_path):
@@ -325,12 +367,37 @@ def test_plain_decoder_is_pooled_at_the_eos_its_tokenizer_appends(tiny_lm_folder
         ),
         ({"method": "distill", "teacher": "nowhere"}, "nowhere does not load as a cross-encoder"),
         ({"per_device_train_batch_size": 999, "dataloader_drop_last": True}, "180 pairs are too few for one batch"),
+        (
+            {"matryoshka_dims": [16, 8]},
+            "`matryoshka_dims` are .16, 8.: give whole numbers above 0, each once and rising",
+        ),
+        ({"matryoshka_dims": [8, 32]}, "`matryoshka_dims` has 32, but the embedding has 32 dimensions"),
+        ({"matryoshka_dims": [8], "matryoshka_weights": [1]}, "give one above 0 for each .* and one more"),
+        ({"matryoshka_dims": [8], "similarity": "dot"}, "compares by cosine, but .* ranks by dot"),
         ({"method": "ance", "num_negatives": 240, "mining_depth": 240}, "240 documents, too few for 240 negatives"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(finetune, tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         finetune(tmp_path / "out", **options)
+
+
+def test_pickles_and_foreign_code_are_not_read(finetune, dpr, encoder, tmp_path):
+    pickled = tmp_path / "pickled"
+    shutil.copytree(encoder, pickled)
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    options = {"method": "distill", "model_name_or_path": str(encoder)}
+    for refused in ({"model_name_or_path": str(pickled)}, {**options, "teacher": str(pickled)}):
+        with pytest.raises(ValueError, match="pytorch_model.bin is a pickle, which may run code"):
+            finetune(tmp_path / "out", **refused)
+    shutil.copytree(dpr[0], tmp_path / "foreign")
+    modules = (tmp_path / "foreign" / "modules.json").read_text()
+    (tmp_path / "foreign" / "modules.json").write_text(
+        re.sub(r'"sentence_transformers[^"]*Pooling"', '"os.P"', modules)
+    )
+    with pytest.raises(ValueError, match="names the module 'os.P', which is not sentence-transformers' own"):
+        finetune(tmp_path / "out", model_name_or_path=str(tmp_path / "foreign"))
 
 
 def test_models_and_folders_that_cannot_be_are_refused(finetune, dpr, tmp_path, task):

@@ -161,3 +161,26 @@ def test_missing_sources_are_named(msmarco, tmp_path_factory):
         load_training_set("nowhere")
     with pytest.raises(ValueError, match="names documents by id"):
         load_training_set(str(other / "a.jsonl"), negatives="x")
+
+
+def test_a_stray_quote_in_csv_is_named_and_swallows_no_row(tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_text('query,positive\nwater,"the ""big"" river, and\nits bank"\nsay "hi",the sea\n')
+    found = load_training_set(str(file))
+    assert found.queries == ["water", 'say "hi"'] and found.documents[0] == 'the "big" river, and\nits bank'
+    # The third line's quote closes at the fifth's: read leniently, that would be one row of three.
+    file.write_text('query,positive\nwater,the river\nrails,"the train\nbank,the bridge\nbus,"the road\n')
+    with pytest.raises(ValueError, match=r"rows.csv, line 3: not a row of CSV .*mend its quotes"):
+        load_training_set(str(file))
+    file.write_text("query,positive\nwater,the river, the sea\n")
+    with pytest.raises(ValueError, match="line 2: 3 fields where the header has 2"):
+        load_training_set(str(file))
+    file.write_bytes(b"query,positive\nwater,the \xff river\n")
+    with pytest.raises(ValueError, match="line 2"):
+        load_training_set(str(file))
+    file.write_text("query,positive\n,the river\n")
+    with pytest.raises(ValueError, match="rows.csv, line 2: a query and at least one positive are needed"):
+        load_training_set(str(file))
+    file.write_text("")
+    with pytest.raises(ValueError, match="none named query"):
+        load_training_set(str(file))
