@@ -98,8 +98,9 @@ def run_benchmark(
     rows: list[dict] = []
     for name, path in models.items():
         model = load_model(path, device=str(state.device))
-        if max_length is not None:
-            model.max_seq_length = min(max_length, positions(model[0].auto_model) or max_length)
+        # A model of static embeddings has no positions, and reads all of a text.
+        if max_length is not None and model.transformers_model is not None:
+            model.max_seq_length = min(max_length, positions(model.transformers_model) or max_length)
         run = _Run(model, model_fingerprint(path), Path(folder), path)
         unfinished = [[task.metadata.name for task in _members(tasks) if run.read(task) is None]]
         # One process looks, since files appear while others look.

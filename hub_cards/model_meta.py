@@ -36,7 +36,7 @@ def model_meta(model: SentenceTransformer, path: str, revision: str, name: str |
     card = _card(Path(snapshot_download(path, local_files_only=True)) if on_hub else Path(path))
     described = describe_model(model)
     parameters = list(model.parameters())
-    embeddings = model[0].auto_model.get_input_embeddings()
+    backbone = model.transformers_model
     datasets = _as_list(card.get("datasets"))
     base = next(iter(_as_list(card.get("base_model"))), None)
     name = name or (path if on_hub and "/" in path else f"{'hub' if on_hub else 'local'}/{Path(path).resolve().name}")
@@ -48,7 +48,7 @@ def model_meta(model: SentenceTransformer, path: str, revision: str, name: str |
         release_date=None,
         languages=languages or None,
         n_parameters=described["parameters"],
-        n_embedding_parameters=embeddings.weight.numel(),
+        n_embedding_parameters=None if backbone is None else backbone.get_input_embeddings().weight.numel(),
         memory_usage_mb=round(sum(one.numel() * one.element_size() for one in parameters) / 2**20, 3),
         max_tokens=described["max_seq_length"],
         embed_dim=model.get_embedding_dimension(),

@@ -164,7 +164,9 @@ def test_bad_input(tiny_path, tiny_lm_folder, tasks, tmp_path):
         run_benchmark([str(checkpoint)], tasks, tmp_path)
 
 
+# Each process says in a file which tasks' data it loaded.
 SCRIPT = """
+import os
 import sys
 from pathlib import Path
 from hub_cards.benchmarks import run_benchmark
@@ -172,6 +174,19 @@ from tests.hub_cards.local_task import make_task
 
 model, data, out = map(Path, sys.argv[1:])
 tasks = [make_task(data, name) for name in ("FirstRetrieval", "SecondRetrieval", "ThirdRetrieval")]
+
+
+def logged(load_data, name):
+    def load(*args, **kwargs):
+        with open(out / f"rank{os.environ['RANK']}.txt", "a") as log:
+            log.write(f"{name} ")
+        load_data(*args, **kwargs)
+
+    return load
+
+
+for task in tasks:
+    task.load_data = logged(task.load_data, task.metadata.name)
 run_benchmark({"tiny": str(model)}, tasks, out / "results", out=out / "r.json", show=False)
 """
 
@@ -189,7 +204,8 @@ def test_two_processes_share_the_tasks(tiny_path, tasks, beir_folder, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert scores(json.loads((tmp_path / "r.json").read_text())) == scores(one)
-    assert set(written(tmp_path / "results")) == set(NAMES)
+    loaded = [set((tmp_path / f"rank{rank}.txt").read_text().split()) for rank in range(2)]
+    assert loaded == [{NAMES[0], NAMES[2]}, {NAMES[1]}]
 
 
 @pytest.mark.slow
