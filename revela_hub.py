@@ -276,7 +276,7 @@ def export_checkpoint(
 
     options = {"dtype": dtype, "max_length": max_length, "overwrite": overwrite}
     export(checkpoint, out, adapter_only=adapter_only, part=part, pooling=pooling, **options)
-    typer.echo(f"Wrote {out}")
+    typer.echo(f"Wrote {out}\nIts card: {out / 'README.md'}. Add results and a licence with revela-hub card {out}.")
 
 
 def evaluate_models(
@@ -414,7 +414,7 @@ def _export_checkpoints(names: Iterable[str], folder: Path) -> dict[str, str]:
             from hub_cards.export import export
 
             published[name] = str(folder / str(len(published)))
-            export(name, published[name])
+            export(name, published[name], card=False)
     return published
 
 

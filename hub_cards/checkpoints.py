@@ -4,6 +4,9 @@ import json
 import os
 from pathlib import Path
 
+EXPORT_RECORD = "revela_export.json"
+"""What an export names its own files in, by which a later one knows what it may replace; and what its card says."""
+
 # Pickled weights -> what is read in their place where it is there as well.
 _PICKLES = {"pytorch_model": "model", "adapter_model": "adapter_model"}
 
@@ -112,4 +115,4 @@ def _read_json(path: Path, kind: type) -> dict | list:
     return value
 
 
-__all__ = ["broken", "check_folder", "model_type"]
+__all__ = ["EXPORT_RECORD", "broken", "check_folder", "model_type"]

@@ -8,6 +8,48 @@ import typer
 publishing = typer.Typer(rich_markup_mode=None)
 
 
+@publishing.command("card")
+def write_model_card(
+    folder: Annotated[Path, typer.Argument(help="What `revela-hub export` wrote.")],
+    results: Annotated[
+        list[Path] | None,
+        typer.Option(help="JSON that `revela-hub evaluate --out` wrote; may be given several times, once a task."),
+    ] = None,
+    repo_id: Annotated[str | None, typer.Option(help="Its id on the Hub, org/name, for the snippets.")] = None,
+    base_model: Annotated[
+        str | None, typer.Option(help="Hub id of the model that training began with, where it was a local folder.")
+    ] = None,
+    license: Annotated[str | None, typer.Option(help="The Hub's name of a licence, such as apache-2.0.")] = None,
+    language: Annotated[
+        list[str] | None, typer.Option(help="ISO code, such as en; may be given several times.")
+    ] = None,
+    dataset: Annotated[
+        list[str] | None, typer.Option(help="Hub id of the training text; may be given several times.")
+    ] = None,
+) -> None:
+    """Write the model card of a published folder: README.md, its pictures, and the results.
+
+    `export` has written one already; this adds what only you know, and results. What was said before stays, what is
+    unknown is left out, and no local path, machine's name or token is let through.
+
+    \b
+    revela-hub evaluate retriever/ --task beir-folder/ --baseline HuggingFaceTB/SmolLM2-135M --out results.json
+    revela-hub card retriever/ --results results.json --license apache-2.0 --language en
+    """
+    from hub_cards.card import write_card
+
+    path = write_card(
+        folder,
+        repo_id=repo_id,
+        base_model=base_model,
+        license=license,
+        language=language,
+        datasets=dataset,
+        results=results or (),
+    )
+    typer.echo(f"Wrote {path}")
+
+
 @publishing.command("push")
 def push_folder(
     folder: Annotated[Path, typer.Argument(help="What `revela-hub export` wrote: a retriever, an adapter or a LM.")],
@@ -90,6 +132,96 @@ def write_onnx(
     from hub_cards.onnx_export import export_onnx
 
     typer.echo(f"Wrote {export_onnx(folder, overwrite)}")
+
+
+@publishing.command("import")
+def import_released(
+    source: Annotated[str, typer.Argument(help="Folder or Hub id of a PEFT adapter, masked LM, encoder or LLM.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    base: Annotated[
+        str | None, typer.Option(help="The LLM, folder or Hub id, of an adapter, instead of the one that it names.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of SOURCE on the Hub.")] = None,
+    pooling: Annotated[
+        str | None, typer.Option(help="eos, cls or mean. Left out: eos, and cls for a masked LM or encoder.")
+    ] = None,
+    query_prompt: Annotated[
+        str | None, typer.Option(help='Before a query. Left out: "query: ", and nothing for a masked LM or encoder.')
+    ] = None,
+    document_prompt: Annotated[
+        str | None, typer.Option(help='Before a text. Left out: "passage: ", and nothing for a masked LM or encoder.')
+    ] = None,
+    normalize: Annotated[
+        bool | None,
+        typer.Option(
+            "--normalize/--no-normalize",
+            help="Rank by cosine or by inner product. Left out: cosine, and the latter for a masked LM or encoder.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Precision of the written weights: float32, bfloat16, float16.")
+    ] = "float32",
+    max_length: Annotated[
+        int, typer.Option(min=1, help="Tokens that a text may have; less where the model has fewer positions.")
+    ] = 2048,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUT where it is an earlier export and nothing else.")
+    ] = False,
+) -> None:
+    """Turn a retriever that others released into the format that export writes.
+
+    SOURCE is Revela's, RepLLaMA's or Tevatron's PEFT adapter, which is merged into its base model, or an encoder such
+    as RetroMAE's. Say how it embeds where that is not the usual for its kind: its authors' page tells. No pickle is
+    read, and no code that comes with SOURCE is run.
+
+    \b
+    revela-hub import trumancai/Revela-3b revela-3b/ --dtype bfloat16
+    revela-hub import castorini/repllama-v1-7b-lora-passage repllama/ --base my-llama-2-7b/ --max-length 512
+    revela-hub import Shitao/RetroMAE_BEIR retromae/ --revision refs/pr/1
+    """
+    from hub_cards.importing import import_model
+
+    record = {"pooling": pooling, "query_prompt": query_prompt, "document_prompt": document_prompt}
+    options = {"base": base, "revision": revision, "dtype": dtype, "max_length": max_length, "overwrite": overwrite}
+    import_model(source, out, normalize=normalize, **record, **options)
+    typer.echo(f"Wrote {out}")
+
+
+@publishing.command("evaluate-lm")
+def evaluate_causal_lms(
+    models: Annotated[
+        list[str],
+        typer.Argument(help="Causal LMs: folders, Hub ids, PEFT adapters of one, or checkpoints that training wrote."),
+    ],
+    baseline: Annotated[
+        list[str] | None, typer.Option(help="A model to compare with, such as the LM that training began with.")
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="Names of lm-evaluation-harness' tasks, with commas. Left out: those of the Revela paper."),
+    ] = None,
+    include_path: Annotated[
+        Path | None,
+        typer.Option(help="A folder with YAML files of further tasks. Such files may run code: trust who wrote them."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Examples a task, for a trial.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences a forward pass.")] = 8,
+    out: Annotated[Path | None, typer.Option(help="Write the results to this JSON file as well.")] = None,
+) -> None:
+    """Measure what causal LMs can do, before and after Revela: lm-evaluation-harness, side by side.
+
+    By default on what appendix C.6 of the paper takes, without examples in the prompt: ARC (easy and challenge), COPA,
+    OpenBookQA, PIQA, RTE, WiC and Winogrande. Their data comes from the Hub.
+
+    \b
+    revela-hub evaluate-lm run/ --baseline meta-llama/Llama-3.2-1B --out lm.json
+    revela-hub evaluate-lm run/checkpoint-500/ run/checkpoint-1000/ --tasks piqa,winogrande --limit 200
+    """
+    from hub_cards.evaluate_lm import TASKS, evaluate_lm
+
+    names = TASKS if tasks is None else [name.strip() for name in tasks.split(",") if name.strip()]
+    options = {"include_path": include_path, "limit": limit, "batch_size": batch_size, "out": out}
+    evaluate_lm(models, baselines=baseline or [], tasks=names, **options)
 
 
 @publishing.command("tables")

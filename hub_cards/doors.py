@@ -23,6 +23,7 @@ def write_doors(
     pooling: str,
     query_prompt: str = "",
     document_prompt: str = "",
+    normalize: bool = True,
     dtype: torch.dtype,
     max_length: int,
     matryoshka_dims: list[int] | None = None,
@@ -36,6 +37,7 @@ def write_doors(
         folder: is there, and empty.
         pooling: `"eos"`, `"cls"` or `"mean"`.
         query_prompt, document_prompt: put before a text of either side.
+        normalize: whether embeddings get length 1 and rank by cosine; otherwise they rank by inner product.
         dtype: of the written weights.
         max_length: tokens a text may have; less where the model or its tokenizer takes fewer.
         matryoshka_dims: sizes that the embedding was trained to be cut to.
@@ -51,6 +53,7 @@ def write_doors(
         "pooling": pooling,
         "query_prompt": query_prompt,
         "document_prompt": document_prompt,
+        "normalize": normalize,
         "max_length": max_length,
     }
     record_dims(model.config, matryoshka_dims)
@@ -64,12 +67,13 @@ def write_doors(
         pooling=pooling,
         prompts={"query": query_prompt, "document": document_prompt},
         max_length=max_length,
+        similarity="cosine" if normalize else "dot",
+        normalised=normalize,
     )
     copy_code(folder)
     prompts = {"query": query_prompt, "document": document_prompt}
-    record_embeddings(
-        model, tokenizer, folder, kind="retriever", pooling=pooling, prompts=prompts, max_length=max_length
-    )
+    settings = {"pooling": pooling, "prompts": prompts, "normalize": normalize, "max_length": max_length}
+    record_embeddings(model, tokenizer, folder, kind="retriever", **settings)
 
 
 def record_dims(config: PreTrainedConfig, dims: list[int] | None) -> None:

@@ -18,9 +18,11 @@ from transformers import (
 )
 
 from hub_cards.backbones import positions
-from hub_cards.checkpoints import check_folder, model_type
+from hub_cards.card import take_along, write_card
+from hub_cards.checkpoints import EXPORT_RECORD, check_folder, model_type
 from hub_cards.doors import refuse_non_finite, write_doors, write_lm
 from hub_cards.eos_tokenizer import ends_with_eos, save_tokenizer
+from hub_cards.privacy import clean_configs
 from hub_cards.recorded import record_embeddings, record_lm
 from modeling_retromae import RetroMAEForPreTraining
 from modeling_revela import RevelaConfig, RevelaForCausalLM, RevelaForPreTraining, RevelaPreTrainedModel
@@ -30,8 +32,6 @@ MAX_LENGTH = 2048
 DTYPES = ("float32", "bfloat16", "float16")
 PARTS = ("retriever", "lm")
 POOLINGS = ("cls", "mean")
-RECORD = "revela_export.json"
-"""What an export names its own files in, by which a later one knows what it may replace."""
 
 
 def export(
@@ -44,6 +44,7 @@ def export(
     dtype: str = "float32",
     max_length: int = MAX_LENGTH,
     overwrite: bool = False,
+    card: bool = True,
 ) -> Path:
     """
     Publish the retriever of a checkpoint, or the LM that was trained along with it.
@@ -65,6 +66,7 @@ def export(
         dtype: precision of the written weights.
         max_length: tokens a text may have; less where the backbone or its tokenizer takes fewer.
         overwrite: replace `out` if it is empty, or an earlier export to which nothing was added.
+        card: write the model card, from what the trainer left beside the checkpoint (`hub_cards.card`).
 
     Returns:
         The path of `out`.
@@ -76,12 +78,8 @@ def export(
     """
     checkpoint, out = Path(checkpoint), Path(out)
     kind = _method(checkpoint)
-    if out.exists() and not overwrite:
-        raise FileExistsError(f"{out} is there already: pass --overwrite, or another folder.")
-    if out.exists():
-        _require_replaceable(out)
-    if dtype not in DTYPES:
-        raise ValueError(f"No precision {dtype!r}: choose one of {', '.join(DTYPES)}.")
+    require_writable(out, overwrite)
+    options = {"dtype": torch_dtype(dtype), "max_length": max_length}
     if pooling is not None and kind == "revela":
         raise ValueError(f"{checkpoint} was trained with a pooling of its own: leave `pooling` out.")
     if pooling not in (None, *POOLINGS):
@@ -91,21 +89,47 @@ def export(
     if part == "lm" and kind == "retromae":
         raise ValueError(f"{checkpoint} is RetroMAE's, which trains no LM: its only part is the retriever.")
     check_folder(checkpoint)
-    options = {"dtype": getattr(torch, dtype), "max_length": max_length}
     if part == "lm":
         write = _lm_writer(checkpoint, adapter_only, options["dtype"])
     elif kind == "retromae":
         write = _retromae_writer(checkpoint, adapter_only, pooling, options)
     else:
         write = _revela_writer(checkpoint, adapter_only, options)
+    return write_beside(out, write, checkpoint, card)
 
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Raises ValueError for a precision that no folder is written in."""
+    if name not in DTYPES:
+        raise ValueError(f"No precision {name!r}: choose one of {', '.join(DTYPES)}.")
+    return getattr(torch, name)
+
+
+def write_beside(
+    out: Path, write: Callable[[Path], None], checkpoint: Path | None = None, card: bool = True, **facts
+) -> Path:
+    """
+    Have a folder written beside `out` with a record of its files, then put it in the place of `out`.
+
+    Args:
+        out: the folder's final name.
+        write: writes the model into the folder that it is given.
+        checkpoint: whose training the card tells of.
+        card: whether there is one; `facts` are what `hub_cards.card.write_card` is told besides.
+    """
     staging = out.with_name(f".{out.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
         write(staging)
+        clean_configs(staging)
+        if checkpoint is not None:
+            take_along(checkpoint, staging)
         files = sorted(path.relative_to(staging).as_posix() for path in staging.rglob("*"))
-        (staging / RECORD).write_text(json.dumps({"files": [*files, RECORD]}, indent=2) + "\n", encoding="utf-8")
+        text = json.dumps({"files": [*files, EXPORT_RECORD]}, indent=2)
+        (staging / EXPORT_RECORD).write_text(text + "\n", encoding="utf-8")
+        if card:
+            write_card(staging, name=out.resolve().name, **facts)
         if out.exists():
             shutil.rmtree(out)
         os.replace(staging, out)
@@ -130,14 +154,23 @@ def _method(checkpoint: Path) -> str:
     return kind
 
 
-def _require_replaceable(out: Path) -> None:
-    """Refuse to delete what is not empty, nor an export and nothing else: a checkpoint holds all of that still."""
+def require_writable(out: Path, overwrite: bool) -> None:
+    """
+    Refuse to delete what is not empty, nor an export and nothing else: its source holds all of that still.
+
+    Raises:
+        FileExistsError: if `out` is there, and is not to be or cannot be overwritten.
+    """
+    if not out.exists():
+        return
+    if not overwrite:
+        raise FileExistsError(f"{out} is there already: pass --overwrite, or another folder.")
     if out.is_dir():
         there = {path.relative_to(out).as_posix() for path in out.rglob("*")}
-        foreign = sorted(there - _recorded(out / RECORD))
+        foreign = sorted(there - _recorded(out / EXPORT_RECORD))
         if not foreign:
             return
-        if RECORD in there:
+        if EXPORT_RECORD in there:
             raise FileExistsError(
                 f"{out} holds {foreign[0]}, which no export wrote, so it is not overwritten: move that elsewhere, or "
                 "choose another folder."
@@ -324,9 +357,11 @@ __all__ = [
     "MAX_LENGTH",
     "PARTS",
     "POOLINGS",
-    "RECORD",
     "export",
     "lm_tokenizer",
     "merged_retriever",
     "publish",
+    "require_writable",
+    "torch_dtype",
+    "write_beside",
 ]

@@ -69,6 +69,11 @@ def explain(error: BaseException) -> str | None:
     return None
 
 
+def reason(error: BaseException) -> str:
+    """What to say of an error within a line of our own: `explain`, or the first line of its text."""
+    return explain(error) or next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def _explain_answer(error) -> str:
     from huggingface_hub import errors
 

@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, snapshot_download
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, snapshot_download
 from huggingface_hub.errors import HFValidationError, HTTPError
 from huggingface_hub.utils import validate_repo_id
-from yaml import YAMLError
 
 import modeling_revela.modeling_revela as remote_code
-from hub_cards.checkpoints import check_folder
-from hub_cards.export import RECORD
-from hub_cards.hub import explain, may_be_hub_id
-from hub_cards.recorded import CHECK, open_doors, read_record
+from hub_cards.card import check_card
+from hub_cards.checkpoints import EXPORT_RECORD, check_folder
+from hub_cards.hub import explain
+from hub_cards.recorded import open_doors, read_record
 
 # What belongs into a published folder beside the files that the export wrote.
 ADDED = ("README.md", "LICENSE*", "NOTICE*", "CITATION.cff", ".eval_results/*.yaml", "*.png", "*.svg")
@@ -26,8 +25,6 @@ LARGEST = 50 * 10**9
 # What the Hub itself puts into a new repository.
 _HUBS_OWN = {".gitattributes"}
 _TAG = re.compile(r"v(\d+)")
-_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}\b")
-_LOCAL_PATH = re.compile(r"(?:/|~/|[A-Za-z]:[\\/]|file:/)[^/\\]+[/\\].*", re.DOTALL)
 
 
 @dataclass
@@ -107,8 +104,7 @@ def check(folder: Path) -> list[Sent]:
             raise ValueError(
                 f"{folder / file.path} has {_size(file.size)}, and the Hub takes {_size(LARGEST)} a file."
             )
-    _require_nothing_local(folder, [file.path for file in files])
-    _check_card(folder)
+    check_card(folder)
     open_doors(folder, read_record(folder))
     return files
 
@@ -143,13 +139,13 @@ def _files(folder: Path) -> list[Sent]:
     if not folder.is_dir():
         raise FileNotFoundError(f"There is no folder {folder} to push.")
     try:
-        written = set(json.loads((folder / RECORD).read_text(encoding="utf-8"))["files"])
+        written = set(json.loads((folder / EXPORT_RECORD).read_text(encoding="utf-8"))["files"])
     except FileNotFoundError:
         raise ValueError(
-            f"{folder} has no {RECORD}, so no export wrote it: push what `revela-hub export` writes."
+            f"{folder} has no {EXPORT_RECORD}, so no export wrote it: push what `revela-hub export` writes."
         ) from None
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder / RECORD} is broken ({error}): write the folder again.") from error
+        raise ValueError(f"{folder / EXPORT_RECORD} is broken ({error}): write the folder again.") from error
     there = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*"))}
     if missing := sorted(written - there.keys()):
         raise ValueError(f"{folder} lacks {missing[0]}, which the export wrote: write the folder again.")
@@ -181,45 +177,6 @@ def _require_our_code(folder: Path) -> None:
                 f"{path} is not the {path.name} of this version of revela-hub, so it is neither run nor sent: export "
                 "again, or take the version that wrote it."
             )
-
-
-def _require_nothing_local(folder: Path, names: list[str]) -> None:
-    """Refuse paths of this machine and tokens in what is read as settings or text."""
-    for name in names:
-        path = folder / name
-        if path.suffix not in (".json", ".md", ".yaml") or name in ("tokenizer.json", "vocab.json", CHECK):
-            continue
-        text = path.read_text(encoding="utf-8")
-        if _TOKEN.search(text):
-            raise ValueError(f"{path} holds a token of the Hub: revoke it, and take it out.")
-        if str(Path.home()) in text and str(Path.home()) != "/":
-            raise ValueError(f"{path} names your home folder {Path.home()}: take that out.")
-        for key, value in _strings(json.loads(text)) if path.suffix == ".json" else ():
-            if _LOCAL_PATH.fullmatch(value) or (key == "base_model_name_or_path" and not may_be_hub_id(value)):
-                raise ValueError(
-                    f"{path} says {key!r} is {value!r}, which nobody else has: write its id on the Hub there."
-                )
-
-
-def _strings(value, key: str = ""):
-    """All (key, text) in what a JSON file holds."""
-    if isinstance(value, str):
-        yield key, value
-    elif isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _strings(inner, name)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _strings(inner, key)
-
-
-def _check_card(folder: Path) -> None:
-    path = folder / "README.md"
-    if path.is_file():
-        try:
-            ModelCard.load(path)
-        except (ValueError, YAMLError) as error:
-            raise ValueError(f"{path} is no model card: {' '.join(str(error).split())}") from error
 
 
 def _show(files: list[Sent], folder: Path, repo_id: str) -> None:
@@ -314,9 +271,9 @@ def _commit(api: HfApi, folder: Path, files: list[Sent], repo_id: str, revision:
 
 
 def _files_of_earlier_push(api: HfApi, repo_id: str, commit: str, there: set[str]) -> set[str]:
-    if RECORD not in there:
+    if EXPORT_RECORD not in there:
         return set()
-    record = Path(api.hf_hub_download(repo_id, RECORD, revision=commit))
+    record = Path(api.hf_hub_download(repo_id, EXPORT_RECORD, revision=commit))
     try:
         return set(json.loads(record.read_text(encoding="utf-8"))["files"])
     except (ValueError, KeyError, TypeError):

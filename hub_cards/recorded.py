@@ -19,11 +19,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hub_cards.hub import explain
+from hub_cards.hub import reason
 from modeling_revela.modeling_revela import pool
 
 CHECK = "revela_check.json"
-# By kind of weights: how far embeddings of length 1, or nats a token, may be from the record on another machine. A
+# By kind of weights: how far embeddings, by their length, or nats a token may be from the record on another machine. A
 # missing prompt or EOS moves them by tenths.
 TOLERANCES = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
 TEXTS = {
@@ -45,6 +45,7 @@ def record_embeddings(
     pooling: str,
     prompts: dict[str, str],
     max_length: int,
+    normalize: bool = True,
 ) -> None:
     """
     Write the record of a retriever.
@@ -57,8 +58,9 @@ def record_embeddings(
         pooling: `"eos"`, `"cls"` or `"mean"`.
         prompts: what is put before a text, by side (`query`, `document`).
         max_length: tokens a text may have.
+        normalize: whether embeddings get length 1.
     """
-    settings = {"pooling": pooling, "prompts": prompts, "max_length": max_length}
+    settings = {"pooling": pooling, "prompts": prompts, "max_length": max_length, "normalize": normalize}
     embeddings = _embed(model.eval(), tokenizer, settings)
     rows = {side: [[round(value, 7) for value in row] for row in rows.tolist()] for side, rows in embeddings.items()}
     record = {"kind": kind, "has_masked_lm": kind == "retriever" and model.base_model is not model}
@@ -112,8 +114,7 @@ def open_doors(name: str | Path, record: dict, revision: str | None = None) -> d
         try:
             distances[door] = _distance(load(where), record)
         except Exception as error:  # whatever a loader has to say
-            reason = explain(error) or next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise ValueError(f"{name} does not load by {door}: {reason}") from error
+            raise ValueError(f"{name} does not load by {door}: {reason(error)}") from error
         # Turned round, as NaN is no distance either.
         if not distances[door] <= record["tolerance"]:
             raise ValueError(
@@ -201,7 +202,9 @@ def _embed(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings:
             mask = batch["attention_mask"]
             hidden = backbone(input_ids=batch["input_ids"], attention_mask=mask).last_hidden_state
             rows.append(pool(hidden.float(), mask, settings["pooling"]))
-        found[side] = torch.nn.functional.normalize(torch.cat(rows), dim=-1)
+        found[side] = torch.cat(rows)
+        if settings.get("normalize", True):
+            found[side] = torch.nn.functional.normalize(found[side], dim=-1)
     return found
 
 
@@ -219,7 +222,9 @@ def _distance(found: dict[str, torch.Tensor] | list[float], record: dict) -> flo
     expected = record["expected"]
     if isinstance(found, list):
         return float((torch.tensor(found) - torch.tensor(expected)).abs().max())
-    return max(float((found[side] - torch.tensor(rows)).norm(dim=-1).max()) for side, rows in expected.items())
+    wanted = {side: torch.tensor(rows) for side, rows in expected.items()}
+    # Relative to their length, which is 1 for most models.
+    return max(float(((found[side] - rows).norm(dim=-1) / rows.norm(dim=-1)).max()) for side, rows in wanted.items())
 
 
 def _precision(model: PreTrainedModel) -> dict:

@@ -20,7 +20,7 @@ class RevelaModelOutput(ModelOutput):
 
     Args:
         last_hidden_state: (B, L, d), the backbone's own.
-        pooler_output: (B, d), the L2-normalised embedding.
+        pooler_output: (B, d), the embedding, L2-normalised unless the folder's record says otherwise.
     """
 
     last_hidden_state: torch.Tensor | None = None
@@ -86,7 +86,9 @@ class RevelaModel(PreTrainedModel):
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         hidden = self.backbone(input_ids=input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
-        embedding = normalise(pool(hidden, attention_mask, self.settings["pooling"]))
+        embedding = pool(hidden, attention_mask, self.settings["pooling"])
+        if self.settings.get("normalize", True):
+            embedding = normalise(embedding)
         return RevelaModelOutput(last_hidden_state=hidden, pooler_output=embedding)
 
     def encode_query(self, texts: list[str], batch_size: int = 32) -> torch.Tensor:

@@ -20,6 +20,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints, speed_metrics
 from transformers.utils import CONFIG_NAME
 
+from hub_cards.card import TRAINING_RECORD, read_training_record
 from hub_cards.eos_tokenizer import save_tokenizer
 from trainers import sharding
 from trainers.checkpoints import (
@@ -43,6 +44,7 @@ from trainers.mishaps import (
     write_not_finite,
 )
 from trainers.pushing import PUSHING, PushingTrainer
+from trainers.record import describe_machine, write_record
 
 
 @dataclass
@@ -85,6 +87,9 @@ class PretrainingTrainer(PushingTrainer):
 
     A subclass says what a step adds to the log (`_add`), what an evaluation measures (`_measure`) and which tokenizers
     a checkpoint holds (`_tokenizers`). Logged besides, over the steps since the last log: `tokens_per_second`.
+
+    Beside each checkpoint lies `training_record.json`, which the model card is made of: `facts` (what `describe_run`
+    says of the options and the data), the machine, and what was spent up to there, earlier parts of the run included.
     """
 
     def __init__(self, *args, **kwargs):
@@ -94,6 +99,8 @@ class PretrainingTrainer(PushingTrainer):
         self._sums: dict[str, torch.Tensor] = {}
         self._counts: dict[str, int | torch.Tensor] = {}
         self._tokens, self._since = 0, None
+        self.facts: dict = {}
+        self._spent, self._began = {"tokens": 0, "seconds": 0.0}, time.time()
         self._staging: Path | None = None
         self._stop = StopWhenTold(self.accelerator)
         self.add_callback(self._stop)
@@ -150,6 +157,7 @@ class PretrainingTrainer(PushingTrainer):
             logs.update(self._log_parts())
             if self.args.skip_nan:
                 logs["skipped_steps"] = self._skipped_steps
+            self._spent["tokens"] += self._tokens * self.accelerator.num_processes
             self._sums, self._counts, self._tokens, self._since = {}, {}, 0, None
         super().log(logs, start_time)
 
@@ -254,11 +262,13 @@ class PretrainingTrainer(PushingTrainer):
         folder = Path(self.args.output_dir)
         if resume_from_checkpoint is not None:
             check_position(resume_from_checkpoint, self._position())
+            self._go_on_from(read_training_record(resume_from_checkpoint))
         elif self.args.should_save:
             # Only now, when all that the run needs has been found and read.
             clear_output(folder)
         if self.args.should_save:
             shutil.rmtree(folder / PUSHING, ignore_errors=True)  # of a run that was killed
+        self._began = time.time()
         self.accelerator.wait_for_everyone()
         self.train(resume_from_checkpoint=resume_from_checkpoint)
         if self._stop.told:
@@ -270,6 +280,8 @@ class PretrainingTrainer(PushingTrainer):
                     file=sys.stderr,
                 )
             sys.exit(PREEMPTED)
+        if self.args.load_best_model_at_end and self.state.best_global_step:
+            self.facts["weights_of_step"] = self.state.best_global_step
         self.save_state()
         if self.args.push_to_hub:
             self.push_to_hub()
@@ -281,6 +293,18 @@ class PretrainingTrainer(PushingTrainer):
         args = self.args
         rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         return {"rows_a_step": rows, "train_rows": len(self.train_dataset), "seed": args.seed}
+
+    # What the model card is made of
+
+    def _record(self) -> dict:
+        # This process' tokens since the last log stand for those of the others.
+        tokens = self._spent["tokens"] + self._tokens * self.accelerator.num_processes
+        spent = {"tokens": tokens, "seconds": self._spent["seconds"] + time.time() - self._began}
+        machine = describe_machine(self.args.device, self.accelerator.num_processes)
+        return {"method": self.args.model_type, "step": self.state.global_step, **self.facts, **machine, **spent}
+
+    def _go_on_from(self, record: dict) -> None:
+        self._spent = {name: record.get(name, 0) for name in self._spent}
 
     # A model that DeepSpeed or FSDP2 splits over the processes: its checkpoints are those of one process
 
@@ -455,6 +479,7 @@ class PretrainingTrainer(PushingTrainer):
         arguments = self.args.to_sanitized_dict() | {"position": self._position()}
         text = json.dumps(arguments, indent=2, sort_keys=True, default=str)
         (folder / ARGUMENTS).write_text(text + "\n", encoding="utf-8")
+        write_record(folder / TRAINING_RECORD, self._record())
 
 
 def keep_freed_memory() -> None:

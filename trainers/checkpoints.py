@@ -14,6 +14,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
+from hub_cards.card import TRAINING_RECORD
 from hub_cards.checkpoints import broken, model_type
 
 # Where a checkpoint is written before it gets its name.
@@ -165,7 +166,7 @@ def clear_output(folder: Path) -> None:
     if list(folder.glob("model*.safetensors")):
         # Files of the model that stay are written again under their names.
         old += [*folder.glob("model*.safetensors"), folder / SAFE_WEIGHTS_INDEX_NAME, folder / CONFIG_NAME]
-        old += [folder / TRAINER_STATE_NAME, folder / ARGUMENTS]
+        old += [folder / TRAINER_STATE_NAME, folder / ARGUMENTS, folder / TRAINING_RECORD]
     for path in old:
         if path.is_dir():
             shutil.rmtree(path)

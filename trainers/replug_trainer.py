@@ -159,6 +159,9 @@ class ReplugTrainer(RevelaTrainer):
         """Sibling retrieval on held-out groups; the LM never saw in-batch attention, so there is no gain to take."""
         return self._siblings(model, rows)
 
+    def _picture(self) -> None:
+        """None: there is no in-batch attention to show."""
+
     _what_takes_memory = "lm_batch_size, max_length or group_size"
 
 

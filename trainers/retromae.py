@@ -24,6 +24,7 @@ from trainers.checkpoints import last_checkpoint
 from trainers.checks import cap_workers, check_at_least, check_dtype, check_steps, check_weights
 from trainers.data.masking import RetroMAECollator
 from trainers.data.prepared import load_sequences, mix_sets
+from trainers.record import describe_run
 from trainers.retromae_trainer import RetroMAETrainer, RetroMAETrainingArguments
 
 
@@ -153,7 +154,7 @@ def make_trainer(
         seed=args.seed,
     )
 
-    return RetroMAETrainer(
+    trainer = RetroMAETrainer(
         model=model,
         args=args,
         train_dataset=train_set,
@@ -161,6 +162,8 @@ def make_trainer(
         data_collator=collator,
         callbacks=callbacks,
     )
+    trainer.facts = describe_run((model_args, data_args, args), train_set)
+    return trainer
 
 
 def train(

@@ -27,6 +27,7 @@ from trainers.checkpoints import last_checkpoint
 from trainers.checks import cap_workers, check_at_least, check_dtype, check_lora, check_steps, check_weights
 from trainers.data.collator import GroupCollator
 from trainers.data.prepared import load_groups, mix_sets
+from trainers.record import describe_run
 from trainers.revela_trainer import RevelaTrainer, RevelaTrainingArguments
 
 
@@ -304,7 +305,7 @@ def make_trainer(
     fit_vocabulary(model.retriever, retriever_tokenizer, is_trained=not model_args.retriever_lora_r)
     fit_vocabulary(model.lm.backbone, lm_tokenizer, is_trained=not (model_args.lm_lora_r or model_args.freeze_lm))
 
-    return trainer_class(
+    trainer = trainer_class(
         model=model,
         args=args,
         train_dataset=train_set,
@@ -312,6 +313,8 @@ def make_trainer(
         data_collator=collator,
         callbacks=callbacks,
     )
+    trainer.facts = describe_run((model_args, data_args, args), train_set)
+    return trainer
 
 
 def train(

@@ -4,9 +4,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
+from transformers import TrainerCallback
 
 from hub_cards.validation import retrieval_gain, sibling_retrieval
 from trainers.base_trainer import PretrainingArguments, PretrainingTrainer
+from trainers.mishaps import is_out_of_memory
 from trainers.sharding import whole
 
 
@@ -26,6 +28,22 @@ class RevelaTrainingArguments(PretrainingArguments):
         default=None,
         metadata={"help": "Peak learning rate of gates and temperature; 20 x learning_rate if not given."},
     )
+
+
+# The picture of in-batch attention takes so many chunks of one group: more cannot be told apart in it.
+PICTURED_CHUNKS = 8
+# ... and so many checkpoints are kept for it to choose from.
+PICTURED_STEPS = 8
+
+
+class _PictureStart(TrainerCallback):
+    """Takes the picture of in-batch attention before the first step."""
+
+    def __init__(self, trainer: "RevelaTrainer"):
+        self._trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._trainer._picture()
 
 
 class RevelaTrainer(PretrainingTrainer):
@@ -48,6 +66,8 @@ class RevelaTrainer(PretrainingTrainer):
                 # input twice.
                 if hasattr(module, "cast_input_dtype_enabled"):
                     module.cast_input_dtype_enabled = False
+        self._pictures: list[dict] = []
+        self.add_callback(_PictureStart(self))
         if self.args.device.type == "cpu" and self.args.bf16:
             # The fused kernel's backward in bf16 on a CPU is several times slower than plain products.
             self.model.retriever.set_attn_implementation("eager")
@@ -154,6 +174,62 @@ class RevelaTrainer(PretrainingTrainer):
             span_ratio=collator.similarity_span_ratio,
         )
         return {f"sibling_{name}": value for name, value in siblings.items()}
+
+    # In-batch attention, for the model card (Fig. 6)
+
+    def save_model(self, output_dir=None, _internal_call: bool = False) -> None:
+        self._picture()
+        super().save_model(output_dir, _internal_call)
+
+    @torch.no_grad()
+    def _picture(self) -> None:
+        """Keep the weights between the chunks of a fixed group, held out where there is one, and each token's loss."""
+        step = self.state.global_step
+        if any(picture["step"] == step for picture in self._pictures):
+            return
+        rows = self.train_dataset if self.eval_dataset is None else self.eval_dataset
+        group = {name: rows[0][name][:PICTURED_CHUNKS] for name in ("texts", "doc_ids")}
+        kept = [index for index, text in enumerate(group["texts"]) if self.data_collator.readable([text])]
+        if len(kept) < 2:
+            return
+        group = {name: [values[index] for index in kept] for name, values in group.items()}
+        model = self.accelerator.unwrap_model(self.model)
+        was_training = model.training
+        model.eval()
+        try:
+            batch = self._prepare_inputs(self.data_collator([group]))
+            labels = batch.pop("labels")[:, 1:]
+            with self.accelerator.autocast():
+                output = model(**batch)
+            # A chunk at a time: float32 logits of a large vocabulary are the largest tensor there is.
+            losses = [
+                torch.nn.functional.cross_entropy(logits[:-1].float(), targets, reduction="none")[targets != -100]
+                for logits, targets in zip(output.logits, labels, strict=True)
+            ]
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return  # A picture is not worth the run.
+        finally:
+            model.train(was_training)
+        documents = list(dict.fromkeys(group["doc_ids"]))
+        self._pictures = self._pictures[:: 2 if len(self._pictures) >= PICTURED_STEPS else 1]
+        self._pictures.append(
+            {
+                "step": step,
+                "held_out": self.eval_dataset is not None,
+                "documents": [documents.index(name) for name in group["doc_ids"]],
+                "weights": [[round(weight, 4) for weight in row] for row in output.in_batch_weights.tolist()],
+                "losses": [[round(loss, 3) for loss in row.tolist()] for row in losses],
+            }
+        )
+
+    def _record(self) -> dict:
+        return {**super()._record(), "in_batch_attention": self._pictures}
+
+    def _go_on_from(self, record: dict) -> None:
+        super()._go_on_from(record)
+        self._pictures = record.get("in_batch_attention", [])
 
     _what_takes_memory = "max_length or group_size"
 

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer, LlamaForCausalLM, LlamaModel
 
+from hub_cards.checkpoints import EXPORT_RECORD
 from hub_cards.eos_tokenizer import append_eos, save_tokenizer
-from hub_cards.export import RECORD, export
+from hub_cards.export import export
 from modeling_revela import RevelaForPreTraining, RevelaModel
 
 TEXTS = ["the boat", "A river bank holds a fisher who sells fish. " * 30, "naïve 東京", "<|user|>x"]
@@ -273,7 +274,7 @@ def test_adapter_on_its_base_is_the_merged_model_and_not_the_base(trained, expor
     assert {path.name for path in folder.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
     assert not (folder / "model.safetensors").exists()
     settings = json.loads((folder / "adapter_config.json").read_text())
-    assert settings["base_model_name_or_path"] == str(backbone)
+    assert settings["base_model_name_or_path"] is None  # a local folder, which nobody else has
     assert (settings["task_type"], settings["inference_mode"]) == ("FEATURE_EXTRACTION", True)
     base = AutoModel.from_pretrained(backbone).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -346,9 +347,9 @@ def test_export_to_which_something_was_added_is_not_deleted(trained, exported, t
 def test_retriever_that_no_export_wrote_is_not_deleted(trained, exported, tmp_path, record):
     # What fine-tuning writes holds all that an export does, but for the record.
     out = Path(shutil.copytree(exported("lora"), tmp_path / "out"))
-    (out / RECORD).unlink()
+    (out / EXPORT_RECORD).unlink()
     if record is not None:
-        (out / RECORD).write_text(record)
+        (out / EXPORT_RECORD).write_text(record)
     with pytest.raises(FileExistsError):
         export(trained("lora")[1], out, overwrite=True)
     assert (out / "model.safetensors").exists()

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 
+from hub_cards.checkpoints import EXPORT_RECORD
 from hub_cards.eos_tokenizer import append_eos, save_tokenizer
-from hub_cards.export import RECORD, export
+from hub_cards.export import export
 from hub_cards.recorded import CHECK
 from modeling_retromae import RetroMAEForPreTraining
 from modeling_revela import RevelaForPreTraining
@@ -21,7 +22,6 @@ from tests.hub_client import HubClient
 from tests.hub_server import HubServer
 
 ROOT = Path(__file__).parents[2]
-CARD = "---\nlicense: mit\nlibrary_name: sentence-transformers\n---\n# A retriever\n"
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 
 
@@ -57,8 +57,6 @@ def exports(checkpoints, tmp_path_factory) -> dict[str, Path]:
         "adapter": export(checkpoints["revela"], folder / "adapter", adapter_only=True),
         "lm": export(checkpoints["revela"], folder / "lm", part="lm"),
     }
-    for out in found.values():
-        (out / "README.md").write_text(CARD)
     return found
 
 
@@ -151,7 +149,7 @@ def test_lm_and_adapter_have_their_own_doors(hub, client, exports, tiny_lm_folde
     assert client.run("push", exports["lm"], "alice/lm").code == 0
     assert client.run("pull-check", "alice/lm").out.startswith("AutoModelForCausalLM: as recorded")
     refused = client.run("push", exports["adapter"], "alice/adapter").error
-    assert f"'base_model_name_or_path' is '{tiny_lm_folder}', which nobody else has" in refused
+    assert "names no base_model" in refused and "--base-model" in refused
     adapter = Path(shutil.copytree(exports["adapter"], tmp_path / "adapter"))
     settings = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": "lab/base"}))
@@ -298,14 +296,15 @@ def test_folder_that_is_not_as_it_was_exported(hub, client, folder):
     (folder / "modeling_revela.py").write_text(code + "\nraise SystemExit('was run')\n")
     assert "is not the modeling_revela.py of this version of revela-hub" in refused()
     (folder / "modeling_revela.py").write_text(code)
-    (folder / "README.md").write_text("hf_" + "a" * 34)
+    card = (folder / "README.md").read_text()
+    (folder / "README.md").write_text(card + "hf_" + "a" * 34)
     assert "README.md holds a token of the Hub" in refused()
-    (folder / "README.md").write_text(CARD.replace("license:", "license: :"))
-    assert "README.md is no model card" in refused()
-    (folder / "README.md").write_text(CARD)
+    (folder / "README.md").write_text(card.replace("library_name:", "library_name: :"))
+    assert "The metadata of" in refused()
+    (folder / "README.md").write_text(card)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "source": "/data/models/x"}))
-    assert "'source' is '/data/models/x', which nobody else has" in refused()
+    assert "config.json holds the local path '/data/models/x'" in refused()
     (folder / "config.json").write_text(json.dumps(config))
     settings = json.loads((folder / "config_sentence_transformers.json").read_text())
     changed = {**settings, "prompts": {"query": "", "document": ""}}
@@ -314,7 +313,7 @@ def test_folder_that_is_not_as_it_was_exported(hub, client, folder):
     (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
     (folder / "1_Pooling" / "config.json").unlink()
     assert "lacks 1_Pooling/config.json" in refused()
-    (folder / RECORD).unlink()
+    (folder / EXPORT_RECORD).unlink()
     assert "so no export wrote it: push what `revela-hub export` writes" in refused()
     assert len(hub.requests) == before
 

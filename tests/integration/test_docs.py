@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 from tests.hub_server import HubServer
 
@@ -22,6 +24,7 @@ PAGES = [
     "large-corpora",
     "own-backbone",
     "publish",
+    "released",
     "serving",
     "reproduce",
     "benchmarks",
@@ -37,6 +40,32 @@ def blocks(page: str) -> list[tuple[str, str]]:
     """(language, text) of a page's fenced blocks."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return re.findall(r"^```(bash|python)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+LM_TASK = """
+task: boats
+dataset_path: json
+dataset_kwargs: {data_files: {validation: my-lm-tasks/boats.jsonl}}
+output_type: multiple_choice
+validation_split: validation
+doc_to_text: "{{question}}"
+doc_to_target: label
+doc_to_choice: choices
+metric_list: [{metric: acc}]
+"""
+
+
+def put_released(folder: Path, lm: Path, bert: Path) -> None:
+    """Released checkpoints under their names: two adapters and RetroMAE's masked LM, made small."""
+    shutil.copytree(lm, folder / "my-llama-2")
+    for name, base in (("trumancai/Revela-3b", "my-llama-2"), ("castorini/repllama-v1-7b-lora-passage", "gone")):
+        config = LoraConfig(target_modules=["q_proj", "v_proj"])
+        adapter = get_peft_model(AutoModel.from_pretrained(lm), config)
+        adapter.peft_config["default"].base_model_name_or_path = base
+        adapter.save_pretrained(folder / name)
+    encoder = AutoModelForMaskedLM.from_config(AutoConfig.from_pretrained(bert))
+    encoder.save_pretrained(folder / "Shitao" / "RetroMAE")
+    AutoTokenizer.from_pretrained(bert).save_pretrained(folder / "Shitao" / "RetroMAE")
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +84,11 @@ def reader(tmp_path_factory, tiny_lm_folder, tiny_bert_folder, text_folder) -> P
         {"query": f"where is boat {number}", "positive": f"Boat {number} is at pier {number}."} for number in range(8)
     ]
     (folder / "my-pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    tasks = folder / "my-lm-tasks"
+    tasks.mkdir()
+    (tasks / "boats.jsonl").write_text('{"question": "the boat", "choices": ["bank", "fish"], "label": 0}\n')
+    (tasks / "boats.yaml").write_text(LM_TASK)
+    put_released(folder, tiny_lm_folder, tiny_bert_folder)
     # `accelerate launch trainers/revela.py` is said from a checkout.
     (folder / "trainers").symlink_to(ROOT / "trainers")
     return folder

@@ -330,7 +330,8 @@ def test_published_retriever_keeps_its_doors(finetune, tiny_lm_folder, tmp_path)
     out = tmp_path / "out"
     finetune(out, model_name_or_path=str(tmp_path / "published"), max_steps=2, query_prompt="q: ", max_length=48)
     record = json.loads((out / "config.json").read_text())["revela"]
-    assert record == {"pooling": "eos", "query_prompt": "q: ", "document_prompt": "passage: ", "max_length": 48}
+    prompts = {"query_prompt": "q: ", "document_prompt": "passage: "}
+    assert record == {"pooling": "eos", **prompts, "normalize": True, "max_length": 48}
     texts = ["the river", "a boat at the bridge " * 20]
     stock = SentenceTransformer(str(out))
     assert type(stock[0].auto_model).__name__ == "LlamaModel"

@@ -130,7 +130,7 @@ def test_development_set_is_cut_to_judged_and_other_documents(tmp_path):
         ("collection.tsv.gz", "no gzip", "collection.tsv.gz: cannot be read to its end"),
         (
             "collection.tsv.gz",
-            gzip.compress(b"1\tx\n" * 99)[:20] + b"\0\xff" * 9,
+            gzip.compress(b"1\tx\n" * 99, mtime=0)[:20] + b"\0\xff" * 9,
             "collection.tsv.gz: cannot be read to",
         ),
     ],

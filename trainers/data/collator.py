@@ -68,7 +68,7 @@ class GroupCollator:
         Raises:
             ValueError: naming a group of which fewer than two chunks are left.
         """
-        chunks = [self._readable(group["texts"]) for group in groups]
+        chunks = [self.readable(group["texts"]) for group in groups]
         for group, left in zip(groups, chunks, strict=True):
             if len(left) < 2:
                 raise ValueError(
@@ -98,7 +98,7 @@ class GroupCollator:
             batch.update(self._pad("query", queries))
         return batch
 
-    def _readable(self, texts: list[str]) -> list[tuple[str, list[int]]]:
+    def readable(self, texts: list[str]) -> list[tuple[str, list[int]]]:
         """The texts that have a character and a token of the LM, with their tokens."""
         texts = [text for text in texts if text.strip()]
         if not texts:
