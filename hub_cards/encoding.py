@@ -13,6 +13,9 @@ from hub_cards.checkpoints import check_folder
 from hub_cards.hub import explain, require_here_or_hub
 from hub_cards.ranking import as_tensor
 
+# Files that `export` and `card` write about a model.
+_RECORDS = ("revela_export.json", "revela_check.json", "training_record.json", "recipe.yaml")
+
 
 def load_model(model: str | Path | SentenceTransformer, **options) -> SentenceTransformer:
     """
@@ -55,7 +58,7 @@ def model_fingerprint(model: str) -> str:
     """
     What a model is, wherever it lies: the commit of one from the Hub, of a folder a hash of its files.
 
-    The model card and its pictures are left out: they change no embedding.
+    The model card, its pictures and the records of where the model comes from are left out: they change no embedding.
     """
     folder = Path(model)
     if not folder.is_dir():
@@ -65,8 +68,8 @@ def model_fingerprint(model: str) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder)
-        is_shown = file.suffix in (".md", ".png") or any(part.startswith(".") for part in name.parts)
-        if file.is_file() and not is_shown:
+        is_told = file.suffix in (".md", ".png") or file.name in _RECORDS
+        if file.is_file() and not is_told and not any(part.startswith(".") for part in name.parts):
             digest.update(f"{name.as_posix()}\0{file.stat().st_size}\0".encode())
             with open(file, "rb") as content:
                 while block := content.read(1 << 20):

@@ -13,6 +13,7 @@ pytest.importorskip("mteb")
 import mteb  # noqa: E402
 
 from hub_cards.benchmarks import BENCHMARKS, _resolve, run_benchmark  # noqa: E402
+from hub_cards.card import write_card  # noqa: E402
 from hub_cards.evaluation import evaluate  # noqa: E402
 from hub_cards.tables import load_tables  # noqa: E402
 from tests.hub_cards.local_task import make_task  # noqa: E402
@@ -73,8 +74,8 @@ def test_what_changed_is_measured_again_and_what_did_not_is_not(tiny_path, tasks
         return {file.stem for file in files if file.stat().st_mtime_ns > max(before.values(), default=0)}
 
     assert run() == set(NAMES)
-    (model / "README.md").write_text("A page changes no embedding.")
-    assert run() == set()
+    write_card(model, name="me/tiny", license="apache-2.0")
+    assert (model / "README.md").is_file() and run() == set()
     changed = [make_task(beir_folder, NAMES[0], revision="2"), *tasks[1:]]
     assert run(changed) == {NAMES[0]}
 
