@@ -13,7 +13,6 @@ The commands import what they need when they run, so that `--help` answers at on
 
 import dataclasses
 import inspect
-import os
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from typer.core import TyperGroup
 from hub_cards.checkpoints import model_type
 from hub_cards.commands import publishing
 from hub_cards.hub import one_line, require_here_or_hub
-from trainers.launching import LAUNCH_CONFIGS, Launch, run_launched
+from trainers.launching import LAUNCH_CONFIGS, Launch, is_launched, run_launched
 
 HERE = Path(__file__).resolve().parent
 RECIPES = HERE / "trainers" / "recipes"
@@ -280,7 +279,6 @@ def export_checkpoint(
     typer.echo(f"Wrote {out}\nIts card: {out / 'README.md'}. Add results and a licence with revela-hub card {out}.")
 
 
-@app.command("evaluate")
 def evaluate_models(
     models: Annotated[
         list[str],
@@ -300,6 +298,19 @@ def evaluate_models(
             help="A prepared folder: measures without labels, by how well a chunk's first half finds the other chunks "
             "of its held-out document and, for checkpoints, by how much the retriever helps the LM (retrieval gain)."
         ),
+    ] = None,
+    benchmark: Annotated[
+        str | None,
+        typer.Option(
+            help="A benchmark of the papers, with their settings: coir, bright, beir, retromae-beir, msmarco or nq. "
+            "The same command goes on where one was stopped; accelerate starts the processes, as for train."
+        ),
+    ] = None,
+    results: Annotated[
+        Path, typer.Option(help="With --benchmark: folder that keeps the results of each task, and mteb's own files.")
+    ] = Path("results"),
+    mteb_name: Annotated[
+        str | None, typer.Option(help="With --benchmark: org/name that a local model has in mteb's files.")
     ] = None,
     baseline: Annotated[
         list[str] | None, typer.Option(help="A model to compare with; may be given several times.")
@@ -331,6 +342,7 @@ def evaluate_models(
     max_length: Annotated[
         int, typer.Option(min=2, help="With --groups: tokens a chunk may have for the retrieval gain, as in training.")
     ] = 160,
+    **launch,
 ) -> None:
     """Measure retrievers side by side: nDCG@10, MRR@10, Recall@10, @50, @100 and @1000.
 
@@ -339,9 +351,20 @@ def evaluate_models(
     revela-hub evaluate retriever/ --task NanoBEIR --out results.json
     revela-hub evaluate retriever/ --task beir-folder/ --truncate-dim 64 --truncate-dim 128
     revela-hub evaluate run/checkpoint-500/ run/checkpoint-1000/ --groups prepared/
+    revela-hub evaluate retriever/ --benchmark coir --num-processes 8 --out coir.json
     """
-    if bool(task) == (groups is not None):
-        raise ValueError("Give either --task (with labels) or --groups (without), and not both.")
+    if bool(task) + (groups is not None) + (benchmark is not None) != 1:
+        raise ValueError("Give one of --task (with labels), --groups (without) and --benchmark (of the papers).")
+    if benchmark is not None:
+        if baseline or standardise or truncate_dim or split is not None:
+            raise ValueError(
+                "--benchmark takes models alone: no --baseline, --standardise, --truncate-dim or --split."
+            )
+        options = {"results": results, "mteb_name": mteb_name, "out": out, "batch_size": batch_size}
+        _run_benchmark(models, benchmark, options, Launch(**launch))
+        return
+    if Launch(**launch) != Launch():
+        raise ValueError("Several processes, and how to launch them, are for --benchmark alone.")
     from hub_cards.evaluation import evaluate, evaluate_groups
 
     baselines = baseline or []
@@ -364,6 +387,23 @@ def evaluate_models(
             with_lm = [name for name in exported if model_type(name) == "revela"]
             gains = {name: _retrieval_gain(name, groups, split, gain_groups, max_length) for name in with_lm}
             evaluate_groups(shown, groups, gains=gains, split=split, **options)
+
+
+_take_fields(evaluate_models, Launch)
+app.command("evaluate")(evaluate_models)
+
+
+def _run_benchmark(models: list[str], benchmark: str, options: dict, launch: Launch) -> None:
+    from hub_cards.benchmarks import check_benchmark, run_benchmark
+
+    if is_launched():
+        run_benchmark(models, benchmark, options.pop("results"), **options)
+        return
+    check_benchmark(models, benchmark, options["mteb_name"], options["out"])
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None]
+    raise typer.Exit(
+        launch.run(HERE / "revela_hub.py", ["evaluate", f"--benchmark={benchmark}", *given, "--", *models])
+    )
 
 
 def _export_checkpoints(names: Iterable[str], folder: Path) -> dict[str, str]:
@@ -445,12 +485,10 @@ def embed_corpus(ctx: typer.Context) -> None:
         """
         launch = Launch(**{field.name: options.pop(field.name) for field in dataclasses.fields(Launch)})
         config = EmbedConfig(**options)
-        if "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by every launcher of accelerate
+        if is_launched():
             embed(config)
             return
-        command, on_cpu = launch.command(HERE / "revela_hub.py")
-        environment = {"ACCELERATE_USE_CPU": "true"} if on_cpu else {}
-        raise typer.Exit(run_launched([*command, "embed", *ctx.args], environment))
+        raise typer.Exit(launch.run(HERE / "revela_hub.py", ["embed", *ctx.args]))
 
     _run_fields(ctx, run, EmbedConfig, Launch, arguments=("model", "corpus"))
 

@@ -222,3 +222,38 @@ def evaluate_causal_lms(
     names = TASKS if tasks is None else [name.strip() for name in tasks.split(",") if name.strip()]
     options = {"include_path": include_path, "limit": limit, "batch_size": batch_size, "out": out}
     evaluate_lm(models, baselines=baseline or [], tasks=names, **options)
+
+
+@publishing.command("tables")
+def print_tables(
+    table: Annotated[
+        list[str] | None,
+        typer.Option(help="Which: revela-1, -6, -7, retromae-1 to -5; may be given several times. All, if left out."),
+    ] = None,
+    results: Annotated[
+        list[str] | None,
+        typer.Option(help="A JSON file that `revela-hub evaluate --out` wrote; may be given several times."),
+    ] = None,
+    format: Annotated[str, typer.Option(help="markdown, or csv: a line a value.")] = "markdown",
+) -> None:
+    """Print the papers' tables: the published numbers, and your models' below.
+
+    Tables 1, 6 and 7 of Revela (CoIR, BEIR, BRIGHT) and 1 to 5 of RetroMAE. Models are added from --results; what is
+    missing, in the paper's text or in yours, is shown as missing.
+
+    \b
+    revela-hub tables --table retromae-1 --results results.json
+    revela-hub tables --format csv > tables.csv
+    """
+    from hub_cards.tables import as_csv, as_markdown, fill_table, load_tables, read_results
+
+    published = load_tables()
+    if unknown := [name for name in table or () if name not in published]:
+        raise ValueError(f"There is no table {unknown[0]!r}; choose one of {', '.join(published)}.")
+    if format not in ("markdown", "csv"):
+        raise ValueError(f"--format {format} is unknown; choose markdown or csv.")
+    measured = read_results(results or [])
+    filled = {name: (published[name], fill_table(published[name], measured)) for name in table or published}
+    typer.echo(
+        as_csv(filled) if format == "csv" else "\n".join(as_markdown(*one) for one in filled.values()), nl=False
+    )

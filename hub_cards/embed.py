@@ -35,7 +35,7 @@ from accelerate.utils import broadcast_object_list, parse_flag_from_env
 from sentence_transformers import SentenceTransformer
 from tqdm.auto import tqdm
 
-from hub_cards.encoding import load_model, prompts_used
+from hub_cards.encoding import load_model, model_fingerprint, prompts_used
 from hub_cards.search import iter_passages
 
 MANIFEST = "embed.json"
@@ -165,7 +165,7 @@ def _manifest(config: EmbedConfig, model: SentenceTransformer) -> dict[str, Any]
     return {
         "model": {
             "name": config.model,
-            "fingerprint": _fingerprint(config.model),
+            "fingerprint": model_fingerprint(config.model),
             "prompt": prompts_used(model)[config.prompt_name],
             "task": config.prompt_name,
             "max_seq_length": model.max_seq_length,
@@ -195,24 +195,6 @@ def _count(corpus: str) -> tuple[int, str]:
     if not texts:
         raise ValueError(f"{corpus} holds no text to embed.")
     return texts, digest.hexdigest()
-
-
-def _fingerprint(model: str) -> str:
-    """The commit of a model from the Hub; of a folder, a hash of its files but for pages such as the model card."""
-    folder = Path(model)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(model, local_files_only=True)).name
-    digest = hashlib.blake2b(digest_size=16)
-    for file in sorted(folder.rglob("*")):
-        name = file.relative_to(folder)
-        if file.is_file() and file.suffix != ".md" and not any(part.startswith(".") for part in name.parts):
-            digest.update(f"{name.as_posix()}\0{file.stat().st_size}\0".encode())
-            with open(file, "rb") as content:
-                while block := content.read(1 << 20):
-                    digest.update(block)
-    return digest.hexdigest()
 
 
 def _start(out: Path, manifest: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Loading a retriever, encoding with its own prompts, and stating what decided its embeddings."""
 
+import hashlib
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +12,9 @@ from hub_cards.backbones import set_pad_token
 from hub_cards.checkpoints import check_folder
 from hub_cards.hub import explain, require_here_or_hub
 from hub_cards.ranking import as_tensor
+
+# Files that `export` and `card` write about a model.
+_RECORDS = ("revela_export.json", "revela_check.json", "training_record.json", "recipe.yaml")
 
 
 def load_model(model: str | Path | SentenceTransformer, **options) -> SentenceTransformer:
@@ -48,6 +52,29 @@ def prompts_used(model: SentenceTransformer) -> dict[str, str]:
         side: next((model.prompts[name] for name in candidates if name in model.prompts), default) or ""
         for side, candidates in names.items()
     }
+
+
+def model_fingerprint(model: str) -> str:
+    """
+    What a model is, wherever it lies: the commit of one from the Hub, of a folder a hash of its files.
+
+    The model card, its pictures and the records of where the model comes from are left out: they change no embedding.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model, local_files_only=True)).name
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted(folder.rglob("*")):
+        name = file.relative_to(folder)
+        is_told = file.suffix in (".md", ".png") or file.name in _RECORDS
+        if file.is_file() and not is_told and not any(part.startswith(".") for part in name.parts):
+            digest.update(f"{name.as_posix()}\0{file.stat().st_size}\0".encode())
+            with open(file, "rb") as content:
+                while block := content.read(1 << 20):
+                    digest.update(block)
+    return digest.hexdigest()
 
 
 def describe_model(model: SentenceTransformer) -> dict:

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hub_cards.checkpoints import check_folder, model_type
-from hub_cards.evaluation import write_json
 from hub_cards.export import export
 from hub_cards.hub import reason, require_here_or_hub
+from hub_cards.report import write_json
 
 # Those of appendix C.6 of arXiv 2506.16552, which names ARC as a whole.
 TASKS = ("arc_easy", "arc_challenge", "copa", "openbookqa", "piqa", "rte", "wic", "winogrande")

@@ -1,12 +1,9 @@
 """Measures retrievers side by side: on a local BEIR-format folder, on mteb tasks, or without labels."""
 
-import json
 import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from pathlib import Path
 
@@ -16,22 +13,13 @@ from sentence_transformers import SentenceTransformer
 from hub_cards import ranking
 from hub_cards.beir_folder import BeirFolder, load_beir_folder
 from hub_cards.encoding import describe_model, encode, load_model
+from hub_cards.report import finish, make_results, require_writable, write_json
 from hub_cards.retrieval_metric.retrieval_metric import MEASURES, score_run
 from hub_cards.validation import read_groups, sibling_retrieval
 
 METRIC_PATH = Path(__file__).parent / "retrieval_metric"
 """The folder to give to `evaluate.load`, wherever the package is installed."""
 
-TITLES = {
-    "ndcg_at_10": "nDCG@10",
-    "mrr_at_10": "MRR@10",
-    "recall_at_10": "R@10",
-    "recall_at_50": "R@50",
-    "recall_at_100": "R@100",
-    "recall_at_1000": "R@1000",
-    "retrieval_gain": "gain",
-    "mean_cosine": "mean cosine",
-}
 TOP_K = 1000
 
 Models = str | SentenceTransformer | Sequence[str | SentenceTransformer] | Mapping[str, str | SentenceTransformer]
@@ -78,7 +66,9 @@ def evaluate(
         FileNotFoundError, ValueError: on a folder that is not a test set, an unknown task (near names are given), a
             model that does not load or has fewer dimensions than asked for, no model at all.
         RuntimeError: if the data of an mteb task does not load.
+        OSError: at the start, if `out` cannot be written.
     """
+    require_writable(out)
     specs = _model_specs(baselines, models, standardise, truncate_dims)
     settings = {"batch_size": batch_size, "top_k": TOP_K}
     progress = show and sys.stderr.isatty()
@@ -96,13 +86,13 @@ def evaluate(
         rows = [_bm25_row(test_set)] if bm25 else []
         for spec in specs:
             rows += _beir_rows(spec, test_set, batch_size, progress)
-        results = _results(description, rows, settings)
+        results = make_results(description, rows, settings)
     else:
         if any(spec["standardised"] for spec in specs):
             raise ValueError("A standardised row needs a whole corpus embedded at once: only for a local folder.")
         names = [task] if isinstance(task, (str, Path)) or not isinstance(task, Sequence) else task
         results = _evaluate_mteb(specs, names, settings, out, progress)
-    return _finish(results, out, show)
+    return finish(results, out, show)
 
 
 def evaluate_groups(
@@ -133,6 +123,7 @@ def evaluate_groups(
     Returns:
         As `evaluate`, with `mean_cosine` (and `retrieval_gain`) among the scores.
     """
+    require_writable(out)
     specs = _model_specs(baselines, models, standardise, truncate_dims)
     progress = show and sys.stderr.isatty()
     description = {"name": "sibling retrieval", "kind": "groups"}
@@ -174,51 +165,7 @@ def evaluate_groups(
         "num_documents": rows[0]["scores"]["num_chunks"],
     }
     settings = {"batch_size": batch_size, "span_ratio": span_ratio, "num_queries": num_queries, "seed": seed}
-    return _finish(_results(description, rows, settings), out, show)
-
-
-def write_json(results: dict, out: str | Path) -> None:
-    """Writes results whole or not at all: to a temporary name beside `out`, then renamed."""
-    out = Path(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(temporary, out)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise OSError(f"The results could not be written to {out} ({error.strerror}); pass another --out.") from error
-
-
-def print_table(results: dict) -> None:
-    """Prints one line a row: the model and its measures, a task's best in bold."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    task, rows = results["task"], results["rows"]
-    counts = ", ".join(f"{task[f'num_{name}']} {name}" for name in ("queries", "documents") if f"num_{name}" in task)
-    table = Table(title=escape(f"{task['name']}{f' ({counts})' if counts else ''}"), title_justify="left")
-    several = len({row["task"] for row in rows}) > 1
-    if several:
-        table.add_column("task")
-    table.add_column("model", overflow="fold")
-    measures = [name for name in TITLES if any(name in row["scores"] for row in rows)]
-    for name in measures:
-        table.add_column(TITLES[name], justify="right")
-    for row in rows:
-        cells = []
-        for name in measures:
-            value = row["scores"].get(name)
-            shown = "" if value is None else f"{value:.3f}"
-            rivals = [
-                other["scores"][name] for other in rows if other["task"] == row["task"] and name in other["scores"]
-            ]
-            # A mean cosine is no contest.
-            is_best = name != "mean_cosine" and len(rivals) > 1 and value == max(rivals)
-            cells.append(f"[bold]{shown}[/bold]" if is_best else shown)
-        table.add_row(*([escape(row["task"])] if several else []), escape(row["model"]), *cells)
-    Console().print(table)
+    return finish(make_results(description, rows, settings), out, show)
 
 
 def _beir_rows(spec: dict, test_set: BeirFolder, batch_size: int, progress: bool) -> list[dict]:
@@ -309,7 +256,7 @@ def _evaluate_mteb(specs: list[dict], names: Sequence, settings: dict, out, prog
             row = _model_row(spec, model, found["task"], found["scores"], found["seconds"], False, dim)
             rows.append(row | {key: found[key] for key in ("prompts", "dataset")})
             if partial is not None:
-                write_json(_results(description, rows, settings), partial)
+                write_json(make_results(description, rows, settings), partial)
         model.truncate_dim = own_dim
     rows.sort(key=lambda row: description["tasks"].index(row["task"]))
     if len(tasks) > 1:
@@ -319,7 +266,7 @@ def _evaluate_mteb(specs: list[dict], names: Sequence, settings: dict, out, prog
             rows.append({"model": name, "role": role, "task": "mean", "scores": means})
     if partial is not None:
         partial.unlink()
-    return _results(description, rows, settings)
+    return make_results(description, rows, settings)
 
 
 def _model_row(
@@ -401,30 +348,3 @@ def _cut(embeddings: torch.Tensor, dim: int | None, model: SentenceTransformer) 
 
 def _is_local(task: str | Path) -> bool:
     return isinstance(task, Path) or Path(task).exists() or "/" in task or os.sep in task
-
-
-def _finish(results: dict, out: str | Path | None, show: bool) -> dict:
-    # First what cannot fail: measuring may have taken hours.
-    if show:
-        print_table(results)
-    if out is not None:
-        write_json(results, out)
-    return results
-
-
-def _results(task: dict, rows: list[dict], settings: dict) -> dict:
-    packages = ("revela-hub", "sentence-transformers", "transformers", "torch", "ir-measures", "bm25s", "mteb")
-    return {
-        "task": task,
-        "rows": rows,
-        "settings": settings,
-        "versions": {"python": sys.version.split()[0], **{name: _version(name) for name in packages}},
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

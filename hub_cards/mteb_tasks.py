@@ -5,6 +5,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from functools import cache
+from operator import itemgetter
 
 from hub_cards.encoding import prompts_used
 from hub_cards.retrieval_metric.retrieval_metric import MEASURES
@@ -18,7 +19,8 @@ except ImportError as error:
         "A task that is no local folder is looked up in mteb, which is not installed: pip install 'revela-hub[mteb]'."
     ) from error
 
-
+# Those of the papers' tables as well.
+TABLE_MEASURES = (*MEASURES, "mrr_at_100", "recall_at_20", "recall_at_30")
 RETROMAE = "retromae-beir"
 # Of the 18 sets of RetroMAE's Table 1 these may not be passed on by others, so mteb has none of them.
 _NOT_IN_MTEB = ("BioASQ", "Signal-1M", "TREC-NEWS", "Robust04")
@@ -91,41 +93,62 @@ def evaluate_task(model, task, batch_size: int, progress: bool) -> dict:
     members = list(task.tasks) if task.is_aggregate else [task]
     wrapped = SentenceTransformerEncoderWrapper(model)
     start = time.perf_counter()
-    results = []
-    for member in members:
-        preloaded = member.data_loaded
-        member.k_values = sorted({*member.k_values, *(int(name.rpartition("_")[2]) for name in MEASURES)})
-        try:
-            member.load_data()
-        except Exception as error:
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise RuntimeError(
-                f"The data of the mteb task {member.metadata.name} does not load; it comes from the Hub or, offline, "
-                f"from its cache. ({reason})"
-            ) from error
-        # No cache: mteb knows a local model by its path alone and would return an older model's results.
-        results += mteb.evaluate(
-            wrapped,
-            member,
-            cache=None,
-            co2_tracker=False,
-            encode_kwargs={"batch_size": batch_size, "show_progress_bar": progress},
-            show_progress_bar=progress,
-        ).task_results
-        if not preloaded:
-            member.unload_data()
-    scores = {
-        measure: sum(float(result.get_score(getter=lambda found: found[measure])) for result in results) / len(results)  # noqa: B023 (called at once)
-        for measure in MEASURES
-    }
-    first = members[0].metadata
+    results = [run_task(wrapped, member, batch_size, progress) for member in members]
     return {
         "task": task.metadata.name,
-        "scores": scores,
-        "prompts": {side: _prompt(wrapped, first, PromptType(side)) for side in ("query", "document")},
-        "dataset": {key: first.dataset.get(key) for key in ("path", "revision")},
+        "scores": mean_scores(results),
+        "prompts": prompts_of_task(wrapped, members[0]),
+        "dataset": dataset_of_task(members[0]),
         "seconds": {"all": round(time.perf_counter() - start, 3)},
     }
+
+
+def run_task(wrapped, task, batch_size: int, progress: bool):
+    """Runs one task that is no aggregate, of a model in mteb's wrapper; returns mteb's `TaskResult`.
+
+    Raises:
+        RuntimeError: if the task's data does not load, as without network.
+    """
+    preloaded = task.data_loaded
+    task.k_values = sorted({*task.k_values, *(int(name.rpartition("_")[2]) for name in TABLE_MEASURES)})
+    try:
+        task.load_data()
+    except Exception as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise RuntimeError(
+            f"The data of the mteb task {task.metadata.name} does not load; it comes from the Hub or, offline, "
+            f"from its cache. ({reason})"
+        ) from error
+    # No cache: mteb knows a local model by its path alone and would return an older model's results.
+    (result,) = mteb.evaluate(
+        wrapped,
+        task,
+        cache=None,
+        co2_tracker=False,
+        encode_kwargs={"batch_size": batch_size, "show_progress_bar": progress},
+        show_progress_bar=progress,
+    ).task_results
+    if not preloaded:
+        task.unload_data()
+    return result
+
+
+def mean_scores(results: Sequence, measures: Sequence[str] = tuple(MEASURES)) -> dict[str, float]:
+    """Means over the splits and subsets of each of mteb's `TaskResult`s, then over them; in 0..1."""
+    return {
+        measure: sum(float(result.get_score(getter=itemgetter(measure))) for result in results) / len(results)
+        for measure in measures
+    }
+
+
+def prompts_of_task(wrapped, task) -> dict[str, str]:
+    """What goes before a query and a document of a task, as mteb applies it."""
+    return {side: _prompt(wrapped, task.metadata, PromptType(side)) for side in ("query", "document")}
+
+
+def dataset_of_task(task) -> dict:
+    """Path and revision of a task's dataset on the Hub."""
+    return {key: task.metadata.dataset.get(key) for key in ("path", "revision")}
 
 
 def _prompt(wrapped, metadata, side) -> str:

@@ -50,6 +50,16 @@ class Launch:
         # A path, not `-m trainers.…`: a folder called `trainers` where the user happens to stand must not win.
         return ["accelerate", "launch", *options, str(script)], on_cpu
 
+    def run(self, script: Path, arguments: list[str]) -> int:
+        """Launch a script that chooses its device by `ACCELERATE_USE_CPU`; returns the exit code."""
+        command, on_cpu = self.command(script)
+        return run_launched([*command, *arguments], {"ACCELERATE_USE_CPU": "true"} if on_cpu else {})
+
+
+def is_launched() -> bool:
+    """Whether this process is one that `accelerate launch` started."""
+    return "ACCELERATE_MIXED_PRECISION" in os.environ  # set by every launcher of accelerate
+
 
 def run_launched(command: list[str], environment: Mapping[str, str] | None = None) -> int:
     """Run an `accelerate launch …`, with further environment variables; returns its exit code."""
@@ -119,4 +129,4 @@ def _launch_options(launch_config: str | None, num_processes: int | None) -> tup
     return options, config.use_cpu or devices == 0
 
 
-__all__ = ["LAUNCH_CONFIGS", "Launch", "run_launched"]
+__all__ = ["LAUNCH_CONFIGS", "Launch", "is_launched", "run_launched"]

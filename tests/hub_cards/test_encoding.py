@@ -53,7 +53,9 @@ def test_description(tiny_model):
 def test_a_model_that_does_not_load_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="There is no file or folder .*nowhere"):
         load_model(str(tmp_path / "nowhere"))
-    with pytest.raises(ValueError, match="org/nowhere does not load as a sentence-transformers model. There is no such"):
+    with pytest.raises(
+        ValueError, match="org/nowhere does not load as a sentence-transformers model. There is no such"
+    ):
         load_model("org/nowhere")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="does not load as a sentence-transformers model. [(]"):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from hub_cards import evaluation
+from hub_cards import report
 from hub_cards.evaluation import evaluate, evaluate_groups
 
 
@@ -139,18 +139,29 @@ def test_errors_come_before_work_and_leave_no_file(tiny_model, beir_folder, tmp_
 
 def test_a_failed_write_keeps_the_old_file(tmp_path):
     out = tmp_path / "r.json"
-    evaluation.write_json({"old": 1}, out)
+    report.write_json({"old": 1}, out)
     with pytest.raises(TypeError):
-        evaluation.write_json({"new": object()}, out)
+        report.write_json({"new": object()}, out)
     assert json.loads(out.read_text()) == {"old": 1} and [path.name for path in tmp_path.iterdir()] == ["r.json"]
 
 
-def test_results_that_cannot_be_written_are_shown_all_the_same(tiny_model, beir_folder, tmp_path, capsys):
+@pytest.mark.parametrize("out", ["taken", "file/results.json"])
+def test_results_that_cannot_be_written_are_refused_before_measuring(tmp_path, capsys, out):
     (tmp_path / "taken").mkdir()
-    with pytest.raises(OSError, match="could not be written to .*taken .*pass another --out"):
-        evaluate(tiny_model, beir_folder, out=tmp_path / "taken")
-    assert "nDCG@10" in capsys.readouterr().out
+    (tmp_path / "file").touch()
+    # Neither the model nor the task is there: the place to write to is looked at first.
+    with pytest.raises(OSError, match=f"cannot be written to .*{out}.* pass another --out"):
+        evaluate("no-model", tmp_path / "nothing", out=tmp_path / out)
+    with pytest.raises(OSError, match="pass another --out"):
+        evaluate_groups("no-model", [], out=tmp_path / out)
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_tiny_gain_is_not_shown_as_nought(capsys):
+    rows = [{"model": "m", "task": "t", "scores": {"retrieval_gain": -0.000123, "ndcg_at_10": 0.5, "mrr_at_10": 0}}]
+    report.print_table({"task": {"name": "t"}, "rows": rows})
+    shown = capsys.readouterr().out
+    assert "-0.00012" in shown and "0.500" in shown and " 0.000 " in shown
 
 
 def test_groups_side_by_side(tiny_model, minilm, tmp_path, capsys):

@@ -1,58 +1,12 @@
 import json
 
 import pytest
-from datasets import Dataset
 
-mteb = pytest.importorskip("mteb")
-
-from mteb.abstasks import AbsTaskRetrieval  # noqa: E402
-from mteb.abstasks.task_metadata import TaskMetadata  # noqa: E402
+pytest.importorskip("mteb")
 
 from hub_cards.evaluation import evaluate  # noqa: E402
 from hub_cards.mteb_tasks import resolve  # noqa: E402
-
-
-def make_task(folder, name="FruitRetrieval", fails=False):
-    """A task of mteb's own class whose data comes from a BEIR folder instead of the Hub."""
-
-    class LocalTask(AbsTaskRetrieval):
-        metadata = TaskMetadata(
-            name=name,
-            description="fruit",
-            type="Retrieval",
-            category="t2t",
-            modalities=["text"],
-            eval_splits=["test"],
-            eval_langs=["eng-Latn"],
-            main_score="ndcg_at_10",
-            dataset={"path": "local/fruit", "revision": "1"},
-        )
-
-        def load_data(self, num_proc=None, **kwargs):
-            if fails:
-                raise OSError("no network\nat all")
-            records = {
-                name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-                for name in ("corpus", "queries")
-            }
-            qrels = {}
-            for line in (folder / "qrels" / "test.tsv").read_text().splitlines()[1:]:
-                query, doc, grade = line.split("\t")
-                qrels.setdefault(query, {})[doc] = int(grade)
-            split = {
-                "corpus": Dataset.from_list(
-                    [{"id": r["_id"], "title": r["title"], "text": r["text"]} for r in records["corpus"]]
-                ),
-                "queries": Dataset.from_list(
-                    [{"id": r["_id"], "text": r["text"]} for r in records["queries"] if r["_id"] in qrels]
-                ),
-                "relevant_docs": qrels,
-                "top_ranked": None,
-            }
-            self.dataset = {"default": {"test": split}}
-            self.data_loaded = True
-
-    return LocalTask()
+from tests.hub_cards.local_task import make_task  # noqa: E402
 
 
 def test_mteb_and_the_local_folder_agree(tiny_model, minilm, beir_folder, tmp_path, capsys):

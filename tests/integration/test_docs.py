@@ -27,6 +27,7 @@ PAGES = [
     "released",
     "serving",
     "reproduce",
+    "benchmarks",
     "scale",
     "retromae",
 ]
