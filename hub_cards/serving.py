@@ -182,7 +182,11 @@ def _check_tei(
     if known.gpu_only:
         where = "a GPU with flash attention, in float16"
         has_onnx = (folder / "onnx" / "model.onnx").is_file()
-        cpu = "the CPU images read onnx/model.onnx" if has_onnx else "on CPUs write ONNX first: revela-hub export-onnx"
+        cpu = (
+            "its ONNX backend looks for onnx/model.onnx, which is here"
+            if has_onnx
+            else "on CPUs write ONNX first: revela-hub export-onnx"
+        )
         verdict.notes.append(f"needs {where} (bfloat16 weights are converted); {cpu}")
     if prompts:
         verdict.notes.append(f'the client names the prompt: "prompt_name": {_names(prompts)}')
