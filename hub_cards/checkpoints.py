@@ -58,6 +58,16 @@ def check_folder(folder: str | Path, trust_remote_code: bool = False) -> None:
         _check_weights(part, root, may_be_sharded=part == folder)
 
 
+def require_base(folder: str | Path) -> None:
+    """Raises ValueError for a folder with an adapter that does not say which model it is for."""
+    config = Path(folder) / "adapter_config.json"
+    if config.is_file() and not _read_json(config, dict).get("base_model_name_or_path"):
+        raise ValueError(
+            f"{config} names no base model, as an export leaves local paths out: write the folder or Hub id of the "
+            "model that it was trained on there (`base_model_name_or_path`)."
+        )
+
+
 def broken(file: Path) -> str | None:
     """Why a file is no whole safetensors file, told by its header and length; `None` if it is one."""
     from safetensors import SafetensorError, safe_open
@@ -115,4 +125,4 @@ def _read_json(path: Path, kind: type) -> dict | list:
     return value
 
 
-__all__ = ["EXPORT_RECORD", "broken", "check_folder", "model_type"]
+__all__ = ["EXPORT_RECORD", "broken", "check_folder", "model_type", "require_base"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hub_cards.checkpoints import check_folder, model_type
+from hub_cards.checkpoints import check_folder, model_type, require_base
 from hub_cards.export import export
 from hub_cards.hub import reason, require_here_or_hub
 from hub_cards.report import write_json
@@ -117,6 +117,7 @@ def _load(name: str, exported: Path) -> dict:
     else:
         require_here_or_hub(name)
         check_folder(name)
+        require_base(name)
         exported = name
     options = {"trust_remote_code": False}
     try:

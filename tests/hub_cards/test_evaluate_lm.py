@@ -112,6 +112,11 @@ def test_limit_and_adapter(tiny_lm_folder, checkpoint, task_folder, tmp_path):
     adapter = export(checkpoint, tmp_path / "adapter", part="lm", adapter_only=True)
     whole = export(checkpoint, tmp_path / "whole", part="lm")
     options = {"tasks": ["boats"], "include_path": task_folder, "show": False}
+    with pytest.raises(ValueError, match="adapter_config.json names no base model"):
+        evaluate_lm([str(adapter)], limit=7, **options)
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    settings["base_model_name_or_path"] = str(tiny_lm_folder)
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
     found = evaluate_lm([str(adapter), str(whole), str(tiny_lm_folder)], limit=7, **options)
     scores = [row["scores"]["boats"] for row in found["rows"]]
     assert scores[0] == scores[1] and all(score * 7 == pytest.approx(round(score * 7)) for score in scores)

@@ -132,7 +132,8 @@ def test_the_adapter_alone_is_the_merged_lm_on_its_base(trained, backbone, found
     (folder / "config.json").write_text(json.dumps({**config, "lm_revision": "abc"}))
     adapter = export(folder, tmp_path / "adapter", part="lm", adapter_only=True)
     saved = json.loads((adapter / "adapter_config.json").read_text())
-    assert (saved["base_model_name_or_path"], saved["revision"]) == (str(backbone), "abc")
+    # The base was a folder of this machine, which is no one's business.
+    assert (saved["base_model_name_or_path"], saved["revision"]) == (None, "abc")
     assert saved["task_type"] == "CAUSAL_LM" and not (adapter / "model.safetensors").exists()
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(backbone), adapter).eval()
     batch = AutoTokenizer.from_pretrained(adapter)(TEXTS[1], return_tensors="pt")
