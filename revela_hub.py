@@ -52,6 +52,10 @@ METHODS = {
         "The contrastive rival: inverse cloze and crops of the same prepared text.",
         "contriever-llama-3.2-1b-wikipedia --train_sets prepared/",
     ),
+    "unsupervised": (
+        "SimCSE and TSDAE of sentence-transformers on the same prepared text.",
+        "simcse-bert-base-wikipedia --train_sets prepared/",
+    ),
 }
 
 

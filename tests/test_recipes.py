@@ -8,7 +8,7 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
-from trainers import contriever, finetune, replug, retromae, revela
+from trainers import contriever, finetune, replug, retromae, revela, unsupervised
 from trainers.arguments import parse_recipe
 from trainers.data.prepare import PrepareConfig
 from trainers.finetune_model import ModelArguments as FinetuneModelArguments
@@ -20,7 +20,11 @@ from trainers.revela_trainer import RevelaTrainingArguments
 TRAINERS = Path(__file__).parent.parent / "trainers"
 RECIPES = sorted((TRAINERS / "recipes").glob("revela-*.yaml"))
 RETROMAE = sorted((TRAINERS / "recipes").glob("retromae-*.yaml"))
-RIVALS = [path for rival in ("contriever", "replug") for path in (TRAINERS / "recipes").glob(f"{rival}-*.yaml")]
+RIVALS = [
+    path
+    for rival in ("contriever", "replug", "simcse", "tsdae")
+    for path in (TRAINERS / "recipes").glob(f"{rival}-*.yaml")
+]
 RETRIEVERS = {
     "smollm2-135m": "HuggingFaceTB/SmolLM2-135M",
     "qwen2.5-0.5b": "Qwen/Qwen2.5-0.5B",
@@ -34,7 +38,8 @@ TABLES = {1, 6, 7, 10, 11, 12, 13, 14, 15, 16, 17}
 
 
 def method_of(path: Path) -> str:
-    named = {"dupmae": "retromae"} | {name: name for name in ("contriever", "finetune", "replug", "retromae")}
+    named = {"dupmae": "retromae", "simcse": "unsupervised", "tsdae": "unsupervised"}
+    named |= {name: name for name in ("contriever", "finetune", "replug", "retromae")}
     return named.get(path.stem.split("-")[0], "revela")
 
 
@@ -47,6 +52,7 @@ def parse(path: Path, *overrides: str):
         ),
         "replug": (replug.ModelArguments, revela.DataArguments, ReplugTrainingArguments),
         "contriever": (FinetuneModelArguments, contriever.PairArguments, FinetuneTrainingArguments),
+        "unsupervised": (FinetuneModelArguments, unsupervised.UnsupervisedArguments, FinetuneTrainingArguments),
     }  # fmt: skip
     # A machine without a GPU refuses bf16 unless it is told to use the CPU.
     return parse_recipe(classes[method_of(path)], [str(path), "--use_cpu", "true", *overrides])
@@ -69,6 +75,7 @@ def test_recipe_parses_to_what_it_says(path):
         "finetune": ("model_name_or_path", "train_set"),
         "replug": ("retriever_name_or_path",),
         "contriever": ("model_name_or_path",),
+        "unsupervised": ("model_name_or_path",),
     }[method_of(path)]
     missing = [part for name in needed if name not in recipe for part in (f"--{name}", "made/on/the/spot")]
     configs = parse(path, *missing)

@@ -29,8 +29,8 @@ from trainers.finetune_trainer import FinetuneTrainer, FinetuneTrainingArguments
 
 
 @dataclass
-class PairArguments:
-    """What is read, how pairs are cut from it, and how they are told apart."""
+class RawTextArguments:
+    """Which prepared text is read, and how pairs are cut from it."""
 
     train_sets: list[str] = field(
         default_factory=list,
@@ -50,6 +50,24 @@ class PairArguments:
         default="sentence", metadata={"help": "What inverse cloze takes out: sentence (prose) or line (code)."}
     )
     language: str = field(default="en", metadata={"help": "ISO 639 code for the sentences' ends."})
+
+    def __post_init__(self):
+        check_at_least(self, validation_groups=1)
+        check_weights(self.train_sets, self.train_weights)
+        next(self.pseudo_pairs([], 0), None)  # raises for a share or a unit that there is not
+
+    def pseudo_pairs(self, groups: Iterable, seed: int) -> Iterable[tuple[str, str]]:
+        return pseudo_pairs(groups, seed, self.inverse_cloze, self.cloze_unit, self.language)
+
+    def training_pairs(self, groups: Iterable, seed: int) -> Iterable[tuple[str, str]]:
+        """What is trained on."""
+        return self.pseudo_pairs(groups, seed)
+
+
+@dataclass
+class PairArguments(RawTextArguments):
+    """What is read, how pairs are cut from it, and how they are told apart."""
+
     temperature: float = field(default=0.01, metadata={"help": "Divides the similarities."})
     cross_device_negatives: bool = field(
         default=False, metadata={"help": "Passages of the other processes' queries are negatives too."}
@@ -59,13 +77,8 @@ class PairArguments:
     )
 
     def __post_init__(self):
-        check_at_least(self, validation_groups=1)
-        check_weights(self.train_sets, self.train_weights)
-        next(self.pairs([], 0), None)  # raises for a share or a unit that there is not
+        super().__post_init__()
         self.method()
-
-    def pairs(self, groups: Iterable, seed: int) -> Iterable[tuple[str, str]]:
-        return pseudo_pairs(groups, seed, self.inverse_cloze, self.cloze_unit, self.language)
 
     def method(self) -> MethodArguments:
         """In-batch negatives alone, as for DPR without hard ones."""
@@ -78,7 +91,7 @@ class PairArguments:
         )
 
 
-def load_train_set(arguments: PairArguments, seed: int) -> TrainingSet:
+def load_train_set(arguments: RawTextArguments, seed: int) -> TrainingSet:
     """The pairs cut from all prepared sets, mixed by weight."""
     names, weights = arguments.train_sets, arguments.train_weights
     if not names:
@@ -87,14 +100,15 @@ def load_train_set(arguments: PairArguments, seed: int) -> TrainingSet:
     groups = sets[0]
     if len(sets) > 1:
         groups = mix_sets(sets, [len(rows) for rows in sets] if weights is None else weights, seed)
-    return _training_set(arguments, groups, seed, ", ".join(names))
+    return _training_set(arguments, arguments.training_pairs(groups, seed), ", ".join(names))
 
 
-def load_validation_set(arguments: PairArguments, seed: int) -> DevelopmentSet:
+def load_validation_set(arguments: RawTextArguments, seed: int) -> DevelopmentSet:
     """The pairs cut from held-out documents; a query's one relevant passage is the one it was cut from."""
     name = arguments.validation_set or arguments.train_sets[0]
     groups = load_groups(name, "validation")
-    rows = _training_set(arguments, groups.select(range(min(len(groups), arguments.validation_groups))), seed, name)
+    groups = groups.select(range(min(len(groups), arguments.validation_groups)))
+    rows = _training_set(arguments, arguments.pseudo_pairs(groups, seed), name)
     return DevelopmentSet(
         queries={str(row): text for row, text in enumerate(rows.queries)},
         corpus={str(position): text for position, text in enumerate(rows.documents)},
@@ -102,9 +116,9 @@ def load_validation_set(arguments: PairArguments, seed: int) -> DevelopmentSet:
     )
 
 
-def _training_set(arguments: PairArguments, groups: Iterable, seed: int, where: str) -> TrainingSet:
+def _training_set(arguments: RawTextArguments, pairs: Iterable[tuple[str, str]], where: str) -> TrainingSet:
     builder = TrainingSetBuilder()
-    for query, passage in arguments.pairs(groups, seed):
+    for query, passage in pairs:
         builder.add(query, [builder.document(passage)])
     if not builder.set.queries:
         raise DataError(

@@ -327,6 +327,18 @@ class Finetuning:
             )
         return score_rows(teacher, self.data, negatives, self.args.per_device_eval_batch_size)
 
+    def make_loss(self) -> torch.nn.Module:
+        method = self.method
+        return make_loss(
+            self.model,
+            method.method,
+            method.temperature,
+            method.cross_device_negatives,
+            method.grad_cache_batch_size,
+            method.matryoshka_dims,
+            method.matryoshka_weights,
+        )
+
     def make_trainer(self, rows: Dataset, stop_at: int | None = None, is_first: bool = True) -> FinetuneTrainer:
         """The trainer of a round."""
         args = copy.copy(self.args)
@@ -341,15 +353,7 @@ class Finetuning:
             model=self.model,
             args=args,
             train_dataset=rows,
-            loss=make_loss(
-                self.model,
-                self.method.method,
-                self.method.temperature,
-                self.method.cross_device_negatives,
-                self.method.grad_cache_batch_size,
-                self.method.matryoshka_dims,
-                self.method.matryoshka_weights,
-            ),
+            loss=self.make_loss(),
             evaluator=self.evaluator,
             callbacks=[*self.callbacks, *([] if stop_at is None else [StopAt(stop_at)])],
         )

