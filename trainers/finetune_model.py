@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTunerLayer, cast_adapter_dtype
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.models import Normalize, Pooling
 from sentence_transformers.util import is_sentence_transformer_model
@@ -131,6 +131,8 @@ def load_model(arguments: ModelArguments, matryoshka_dims: list[int] | None = No
             task_type="FEATURE_EXTRACTION",
         )
         inject_adapter_in_model(lora, backbone)
+        # As `get_peft_model` does: steps of the usual size are lost in what bfloat16 rounds away.
+        cast_adapter_dtype(backbone, "default")
     return model
 
 
