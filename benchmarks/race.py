@@ -325,6 +325,7 @@ SETTINGS: dict[str, Callable[[Run], Path]] = {
     "group-64": changed("--group_size", "64"),
     "first-half": changed("--similarity_span", "first_half"),
     "accumulate-4": changed("--gradient_accumulation_steps", "4"),
+    "regroup": changed("--regroup_every", "20", "--regroup_groups", "64"),
     "replug-soft": lambda run: replug(run, "--lm_temperature", "0.1", "--lm_score", "mean"),
     "contriever-then-revela": warm_start(contriever, revela),
     "revela-then-contriever": warm_start(revela, contriever),

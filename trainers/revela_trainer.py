@@ -1,5 +1,7 @@
 """`RevelaTrainer`: Revela's step, logs, learning rates and label-free evaluation."""
 
+import random
+import time
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -8,7 +10,9 @@ from transformers import TrainerCallback
 
 from hub_cards.validation import retrieval_gain, sibling_retrieval
 from trainers.base_trainer import PretrainingArguments, PretrainingTrainer
-from trainers.mishaps import is_out_of_memory
+from trainers.checks import check_at_least
+from trainers.data.neighbours import neighbour_groups
+from trainers.mishaps import NamedRows, is_out_of_memory
 from trainers.sharding import whole
 
 
@@ -28,6 +32,25 @@ class RevelaTrainingArguments(PretrainingArguments):
         default=None,
         metadata={"help": "Peak learning rate of gates and temperature; 20 x learning_rate if not given."},
     )
+    regroup_every: int | None = field(
+        default=None,
+        metadata={
+            "help": "Steps after which chunks are embedded with the current retriever and nearest neighbours grouped; "
+            "never, if left out."
+        },
+    )
+    regroup_groups: int = field(
+        default=256, metadata={"help": "Prepared groups, drawn anew each time, whose chunks are grouped by nearness."}
+    )
+    regroup_share: float = field(
+        default=0.5, metadata={"help": "Share of forward passes on neighbours; the rest are on groups as prepared."}
+    )
+
+    def __post_init__(self):
+        check_at_least(self, regroup_every=1, regroup_groups=1)
+        if not 0 < self.regroup_share <= 1:
+            raise ValueError(f"`regroup_share` must be above 0 and at most 1, not {self.regroup_share}.")
+        super().__post_init__()
 
 
 # The picture of in-batch attention takes so many chunks of one group: more cannot be told apart in it.
@@ -55,7 +78,8 @@ class RevelaTrainer(PretrainingTrainer):
     `weight_entropy` (nats) of the weights a chunk gives; `learning_chunks`, the share of chunks whose weights are not
     one-hot and so give the retriever a gradient; `mean_cosine` of different chunks, near 1 where it collapses;
     `pairs` computed a forward pass; `tokens_per_second`; `gate`, the mean size of the gates; `temperature` where it is
-    trained.
+    trained. With `regroup_every`, each time: `regroup_seconds`, what it cost, and `neighbour_cosine`, how near a chunk
+    of the new groups is to the one that its group was made around.
     """
 
     def __init__(self, *args, **kwargs):
@@ -67,6 +91,7 @@ class RevelaTrainer(PretrainingTrainer):
                 if hasattr(module, "cast_input_dtype_enabled"):
                     module.cast_input_dtype_enabled = False
         self._pictures: list[dict] = []
+        self._neighbours: dict = {"step": 0, "groups": []}
         self.add_callback(_PictureStart(self))
         if self.args.device.type == "cpu" and self.args.bf16:
             # The fused kernel's backward in bf16 on a CPU is several times slower than plain products.
@@ -119,6 +144,68 @@ class RevelaTrainer(PretrainingTrainer):
         if model.log_temperature is not None:
             parts["temperature"] = float(whole(model.log_temperature).exp())
         return parts
+
+    # Harder groups: iterative indexing, the paper's first direction for later work
+
+    def get_batch_samples(self, epoch_iterator, num_batches: int, device):
+        if self.args.regroup_every:
+            begin = self.state.global_step // self.args.regroup_every * self.args.regroup_every
+            if begin > self._neighbours["step"]:
+                self._regroup(begin)
+            epoch_iterator = self._with_neighbours(epoch_iterator)
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def _with_neighbours(self, batches):
+        """Neighbours instead of some batches, as seed, step and place in the step decide."""
+        args, groups = self.args, self._neighbours["groups"]
+        step, collator = self.state.global_step, NamedRows(self.data_collator)
+        for number, batch in enumerate(batches):
+            place = number * args.world_size + args.process_index
+            if groups and random.Random(f"{args.seed} {step} {place}").random() < args.regroup_share:
+                place += (step - self._neighbours["step"]) * args.gradient_accumulation_steps * args.world_size
+                size = args.per_device_train_batch_size
+                chosen = [groups[(place * size + index) % len(groups)] for index in range(size)]
+                batch = collator([self._group_of(members) for members in chosen])
+            yield batch
+
+    def _group_of(self, members: list[list[int]]) -> dict:
+        rows = [(self.train_dataset[row], position) for row, position in members]
+        group = {name: [row[name][position] for row, position in rows] for name in ("texts", "doc_ids")}
+        return {**rows[0][0], **group}
+
+    def _regroup(self, step: int) -> None:
+        """Group the chunks of a sample of the prepared groups by nearness, as the retriever sees them now."""
+        args, start, rows = self.args, time.time(), self.train_dataset
+        drawn = random.Random(f"{args.seed} {step}").sample(range(len(rows)), min(args.regroup_groups, len(rows)))
+        sample = [rows[row] for row in drawn]
+        collator = self.data_collator
+        members, texts = [], []
+        for row, group in zip(drawn, sample, strict=True):
+            for position, text in enumerate(group["texts"]):
+                if collator.readable([text]):
+                    members.append([row, position])
+                    texts.append(collator.document_prompt + text)
+        # Each process embeds its share: as many texts as the others, since split weights are gathered by all together.
+        processes = self.accelerator.num_processes
+        share = (texts + texts[: -len(texts) % processes])[self.accelerator.process_index :: processes]
+        model = self.accelerator.unwrap_model(self.model)
+        model.eval()
+        with self.accelerator.autocast():
+            embeddings = self._embed(model.embed, collator.retriever_tokenizer, collator.retriever_max_length, share)
+        model.train()
+        gathered = self.accelerator.gather(embeddings.to(args.device)).cpu()
+        embeddings = gathered.view(processes, -1, gathered.shape[-1]).transpose(0, 1).flatten(0, 1)[: len(texts)]
+        groups = neighbour_groups(embeddings, max(len(group["texts"]) for group in sample), args.seed + step)
+        near = embeddings[groups]
+        self._neighbours = {
+            "step": step,
+            "groups": [[members[position] for position in group] for group in groups.tolist()],
+        }
+        seconds = time.time() - start
+        if self._since is not None:
+            self._since += seconds
+        cosine = float((near[:, 1:] * near[:, :1]).sum(-1).mean())
+        self.log({"regroup_seconds": round(seconds, 3), "neighbour_cosine": cosine})
 
     # Learning rates of the parts
 
@@ -225,11 +312,14 @@ class RevelaTrainer(PretrainingTrainer):
         )
 
     def _record(self) -> dict:
-        return {**super()._record(), "in_batch_attention": self._pictures}
+        record = {**super()._record(), "in_batch_attention": self._pictures}
+        # What a resumed run goes on with until it groups anew.
+        return {**record, "neighbours": self._neighbours} if self.args.regroup_every else record
 
     def _go_on_from(self, record: dict) -> None:
         super()._go_on_from(record)
         self._pictures = record.get("in_batch_attention", [])
+        self._neighbours = record.get("neighbours", self._neighbours)
 
     _what_takes_memory = "max_length or group_size"
 
