@@ -117,7 +117,7 @@ class Run:
         folder = self.task(task)
         if folder is None:
             return None
-        rows = evaluate({"model": model}, folder, bm25=False, show=False, **options)["rows"]
+        rows = evaluate({} if options else {"model": model}, folder, bm25=False, show=False, **options)["rows"]
         return rows[-1]["scores"]["ndcg_at_10"]
 
     def measure(self, model, **options) -> dict[str, float]:
@@ -127,7 +127,8 @@ class Run:
 
         held_out = load_groups(self.prepared()[0], "validation")
         held_out = held_out.select(range(min(48, len(held_out))))
-        rows = evaluate_groups({"model": model}, held_out, num_queries=128, show=False, **options)["rows"]
+        models = {} if options else {"model": model}
+        rows = evaluate_groups(models, held_out, num_queries=128, show=False, **options)["rows"]
         siblings = rows[-1]["scores"]
         scores = [self.ndcg(model, task, **options) for task in ("docstring2function", *UNSEEN)]
         measured = dict(zip(COLUMNS, [*scores, siblings["ndcg_at_10"]], strict=True))
@@ -136,8 +137,8 @@ class Run:
     def load(self, folder: Path):
         from sentence_transformers import SentenceTransformer
 
-        # In bf16, which a core multiplies several times faster; the ranking does not notice.
-        model = SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": torch.bfloat16})
+        # In float32: bf16 rounds away much of what a short run added to the weights.
+        model = SentenceTransformer(str(folder), device="cpu")
         model.max_seq_length = MEASURED_LENGTH
         return model
 
@@ -204,7 +205,7 @@ def train_on_groups(run: Run, *options: str, method: str = "revela", start: Path
 
     def published(folder: str) -> Path:
         path = run.folder / folder
-        publish(trainer.accelerator.unwrap_model(trainer.model), tokenizer, path, torch.bfloat16, MEASURED_LENGTH)
+        publish(trainer.accelerator.unwrap_model(trainer.model), tokenizer, path, torch.float32, MEASURED_LENGTH)
         return path
 
     clock = Clock(run.minutes * share, lambda: run.ndcg(run.load(published("on-the-way"))))
@@ -346,7 +347,10 @@ def measure_references(run: Run) -> dict[str, dict[str, float]]:
     options = ModelArguments(run.backbone, pooling="eos", dtype="bfloat16", max_length=MEASURED_LENGTH, **prompts)
     save_result(load_model(options), run.folder / "untrained")
     model = run.load(run.folder / "untrained")
-    rows = {"untrained": run.measure(model), "untrained, standardised": run.measure(model, standardise=["model"])}
+    rows = {
+        "untrained": run.measure(model),
+        "untrained, standardised": run.measure(model, standardise={"model": model}),
+    }
     weights = AutoModel.from_pretrained(run.backbone).get_input_embeddings().weight.detach().float()
     tokenizer = AutoTokenizer.from_pretrained(run.backbone)
     static = StaticEmbedding(tokenizer.backend_tokenizer, embedding_weights=weights.numpy())

@@ -298,7 +298,8 @@ def _peft_retriever(model: RevelaForPreTraining):
 
 def _peft_model(auto_class: type, half: PreTrainedModel, lora: dict | None, source: str | None, revision: str | None):
     """A stock backbone with the trained weights of a half, wrapped by peft where there are adapters."""
-    stock = auto_class.from_config(half.config, dtype=half.dtype, trust_remote_code=False)
+    # Merged in float32: a bfloat16 weight rounds away most of what a short run adds to it.
+    stock = auto_class.from_config(half.config, dtype=torch.float32, trust_remote_code=False)
     weights = half.state_dict()
     plain = {name.replace(".base_layer.", "."): value for name, value in weights.items() if "lora_" not in name}
     stock.load_state_dict(plain)

@@ -82,12 +82,13 @@ def _run_group(command: list[str], environment: Mapping[str, str]) -> int:
     def hand_on(number, _frame) -> None:
         told.append(number)
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+            # A terminal that is closed means the run to end as SIGTERM does: with a checkpoint.
+            os.killpg(process.pid, signal.SIGTERM if number == signal.SIGHUP else number)
 
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     before = {}
     if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         code = process.wait()
         with suppress(ProcessLookupError):

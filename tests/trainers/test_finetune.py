@@ -1,5 +1,6 @@
 """Fine-tuning as a whole: each method learns, goes on exactly where it was stopped, and leaves a retriever behind."""
 
+import copy
 import json
 import re
 import shutil
@@ -17,7 +18,7 @@ from tests.trainers.finetune_sets import make_encoder, make_task
 from trainers import finetune as script
 from trainers.arguments import RECIPES, parse_recipe
 from trainers.finetune import DataArguments, MethodArguments, train
-from trainers.finetune_model import ModelArguments, load_model
+from trainers.finetune_model import ModelArguments, load_model, merge_adapters
 from trainers.finetune_trainer import FinetuneTrainingArguments, make_loss
 from trainers.hard_negatives import load_tensors
 
@@ -457,3 +458,17 @@ def test_recipes_hold_the_settings_that_they_name(path, monkeypatch):
 def test_recipes_cover_the_tables_of_fine_tuning():
     titles = " ".join(path.read_text(encoding="utf-8").splitlines()[0] for path in RECIPE_FILES)
     assert len(RECIPE_FILES) == 5 and all(number in titles for number in "2345")
+
+
+def test_what_lora_added_to_bfloat16_weights_is_not_rounded_away(dpr):
+    options = ModelArguments(str(dpr[0]), lora_r=4, dtype="bfloat16")
+    model = load_model(options)
+    adapters = {name: value for name, value in model.named_parameters() if "lora_" in name}
+    assert {value.dtype for value in adapters.values()} == {torch.float32}
+    torch.manual_seed(0)
+    for name, value in adapters.items():
+        torch.nn.init.normal_(value, std=0.02 if "lora_A" in name else 0.002)
+    texts = ["bato w1", "cula w2 w3"]
+    wanted = encode(copy.deepcopy(model).float(), texts, "query")
+    merge_adapters(model)
+    torch.testing.assert_close(encode(model, texts, "query"), wanted)
