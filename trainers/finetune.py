@@ -33,6 +33,7 @@ from transformers import set_seed
 from hub_cards.encoding import prompts_used
 from modeling_revela.configuration_revela import check_matryoshka_dims
 from trainers.arguments import parse_recipe, run_script
+from trainers.backbones import leave_casting_to_autocast
 from trainers.checks import cap_workers, check_at_least, check_choice, check_steps
 from trainers.distillation import load_cross_encoder, score_rows, train_cross_encoder
 from trainers.finetune_data import (
@@ -220,6 +221,8 @@ class Finetuning:
         if args.device.type == "cpu" and args.bf16:
             # The fused kernel's backward in bf16 on a CPU is several times slower than plain products.
             self.model.transformers_model.set_attn_implementation("eager")
+        if args.bf16 or args.fp16:
+            leave_casting_to_autocast(self.model)
         self.args = copy.copy(args)
         self.folder = Path(args.output_dir)
         if self.args.metric_for_best_model == "eval_dev_cosine_ndcg@10":

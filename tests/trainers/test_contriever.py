@@ -67,7 +67,8 @@ def test_weights_choose_how_much_comes_of_each_set(prepared_folder):
     "options, message",
     [
         ({"inverse_cloze": -0.1}, "`inverse_cloze`"),
-        ({"cloze_unit": "word"}, "No unit 'word'"),
+        ({"cloze_unit": ["word"]}, "No unit 'word'"),
+        ({"cloze_unit": ["line", "sentence"]}, "has 2 values for 1 `train_sets`"),
         ({"temperature": 0.0}, "`temperature`"),
         ({"train_sets": ["a"], "train_weights": [1.0, 2.0]}, "`train_weights`"),
     ],
