@@ -59,8 +59,8 @@ class RawTextArguments:
         check_weights(self.train_sets, self.train_weights)
         if len(self.cloze_unit) not in (1, len(self.train_sets)):
             raise ValueError(
-                f"`cloze_unit` has {len(self.cloze_unit)} values for {len(self.train_sets)} `train_sets`: give one, or one "
-                "each."
+                f"`cloze_unit` has {len(self.cloze_unit)} values for {len(self.train_sets)} `train_sets`: give one or "
+                "one each."
             )
         for unit in self.cloze_unit:
             next(pseudo_pairs([], 0, self.inverse_cloze, unit), None)  # raises for a share or unit that there is not
