@@ -111,7 +111,7 @@ def embed(config: EmbedConfig) -> dict[str, Any]:
     if state.is_main_process:
         manifest = _manifest(config, model)
         _start(out, manifest)
-        plan = [manifest, [shard for shard in _shards(manifest) if not (out / shard.name).exists()]]
+        plan = [manifest, [shard for shard in _shards(manifest) if not _is_whole(out / shard.name, shard.texts)]]
     broadcast_object_list(plan)
     manifest, unfinished = plan
     own = {shard.index: shard for shard in unfinished[state.process_index :: state.num_processes]}
@@ -149,6 +149,25 @@ def _shards(manifest: dict[str, Any]) -> list[_Shard]:
         _Shard(index, f"embeddings-{index:05d}-of-{count:05d}{suffix}", min(size, texts - index * size))
         for index in range(count)
     ]
+
+
+def _is_whole(path: Path, texts: int) -> bool:
+    """Whether a shard is there with all its rows, told without reading its embeddings; a damaged one is removed."""
+    if not path.exists():
+        return False
+    try:
+        if path.suffix == ".npy":
+            with open(path.with_suffix(".jsonl"), "rb") as lines:
+                ids = sum(line.endswith(b"\n") for line in lines)
+            rows = {ids, len(np.load(path, mmap_mode="r"))}  # an error where the file is shorter than its header says
+        else:
+            rows = {pq.read_metadata(path).num_rows}  # written last
+    except (OSError, ValueError, EOFError):  # ValueError: ArrowInvalid as well
+        rows = set()
+    if rows != {texts}:
+        print(f"{path} is damaged, and is made again.", file=sys.stderr)
+        path.unlink()
+    return rows == {texts}
 
 
 def _hidden(state: PartialState) -> bool:
