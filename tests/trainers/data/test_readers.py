@@ -204,7 +204,6 @@ def folder(tmp_path):
         "sub/package.json": "{}",
         "image.png": "x",
         ".git/config.md": "hidden",
-        "out/old.md": "own output",
     }.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text, encoding="utf-8")
@@ -212,7 +211,7 @@ def folder(tmp_path):
 
 
 def test_a_folder_is_read_in_order_each_file_by_its_suffix(folder):
-    source = Source(str(folder), exclude=(folder / "out",))
+    source = Source(str(folder))
     assert [(x.id, x.kind) for x in source] == [
         ("a.rst", "prose"),
         ("b.md", "prose"),
@@ -436,7 +435,7 @@ def test_linked_folders_are_read_once(folder, tmp_path):
     (tmp_path / "elsewhere" / "deep" / "up").symlink_to(tmp_path / "elsewhere")
     (folder / "linked").symlink_to(tmp_path / "elsewhere")
     (folder / "sub" / "loop").symlink_to(folder)
-    source = Source(str(folder), include="*.md", exclude=(folder / "out",))
+    source = Source(str(folder), include="*.md")
     assert [item.id for item in source] == ["b.md", "linked/deep/z.md"]
     assert source.ignored_files["(folder linked twice)"] == 2
 
