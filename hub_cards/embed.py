@@ -35,6 +35,7 @@ from accelerate.utils import broadcast_object_list, parse_flag_from_env
 from sentence_transformers import SentenceTransformer
 from tqdm.auto import tqdm
 
+from hub_cards.checkpoints import require_writable
 from hub_cards.encoding import load_model, model_fingerprint, prompts_used
 from hub_cards.search import iter_passages
 
@@ -83,6 +84,7 @@ class EmbedConfig:
             raise FileNotFoundError(f"There is no file or folder {self.corpus} to embed.")
         if Path(self.out).resolve().is_relative_to(Path(self.corpus).resolve()):
             raise ValueError(f"{self.out} lies in {self.corpus}, and would be read as part of it; choose another.")
+        require_writable(self.out, "--out")
 
 
 def embed(config: EmbedConfig) -> dict[str, Any]:

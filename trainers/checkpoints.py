@@ -15,7 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from hub_cards.card import TRAINING_RECORD
-from hub_cards.checkpoints import broken, model_type
+from hub_cards.checkpoints import broken, model_type, require_writable
 from hub_cards.privacy import hub_id
 
 # Where a checkpoint is written before it gets its name.
@@ -123,9 +123,7 @@ def last_checkpoint(args: TrainingArguments) -> str | None:
         ValueError: if the checkpoint is damaged, naming the newest whole one.
     """
     folder = Path(args.output_dir)
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise PermissionError(f"{there} is no folder that can be written: choose another --output_dir.")
+    require_writable(folder, "--output_dir")
     checkpoints = _checkpoints(folder)
     resume = str(args.resume_from_checkpoint or "false")
     if resume.lower() in ("true", "last"):

@@ -152,6 +152,12 @@ def test_what_cannot_be_embedded_is_an_error(tiny_path, corpus, tmp_path):
         EmbedConfig(tiny_path, str(tmp_path / "nowhere"), str(tmp_path / "out"))
     with pytest.raises(ValueError, match="would be read as part of it"):
         EmbedConfig(tiny_path, str(corpus.parent), str(corpus.parent / "out"))
+    (tmp_path / "file").touch()
+    with pytest.raises(PermissionError, match="file is no folder that can be written .*another --out"):
+        EmbedConfig(tiny_path, str(corpus), str(tmp_path / "file" / "out"))
+    if Path("/proc/self").exists():
+        with pytest.raises(PermissionError, match="/proc is no folder that can be written .*another --out"):
+            EmbedConfig(tiny_path, str(corpus), "/proc/x")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "other.txt").write_text("")
     with pytest.raises(FileExistsError, match="holds no embed.json"):
