@@ -26,7 +26,7 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
-from hub_cards.checkpoints import check_folder, require_writable
+from hub_cards.checkpoints import check_folder
 from hub_cards.eos_tokenizer import save_tokenizer
 from trainers.checkpoints import last_checkpoint
 from trainers.finetune_data import DevelopmentSet
@@ -200,7 +200,6 @@ def starting_point(args: FinetuneTrainingArguments, record: dict) -> str | None:
         FileExistsError: if the folder holds another run that is neither resumed nor to be overwritten, or a model
             that no fine-tuning wrote.
         FileNotFoundError: if there is nothing to resume from.
-        PermissionError: if the output folder cannot be written.
         ValueError: if the run to be resumed had other settings.
     """
     if str(args.resume_from_checkpoint or "false").lower() != "false":
@@ -208,7 +207,6 @@ def starting_point(args: FinetuneTrainingArguments, record: dict) -> str | None:
         _check_record(Path(checkpoint).parent / RECORD, record)
         return checkpoint
     folder = Path(args.output_dir)
-    require_writable(folder, "--output_dir")
     ours = (folder / RECORD).exists()
     others = [*folder.glob("*.safetensors"), *folder.glob("modules.json"), *folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")]
     if others and not ours:
