@@ -141,6 +141,8 @@ def test_exported_checkpoint_is_measured_and_searched(checkpoint, prepared, text
     expected = float((losses * tokens).sum() / tokens.sum())
     assert rows[str(checkpoint)]["in_batch_loss"] == pytest.approx(expected, rel=1e-5)
 
+    done = run("search", checkpoint, text_folder, "a boat")
+    assert done.exit_code == 2 and f"first, with `revela-hub export {checkpoint} retriever/`" in done.stderr
     done = run("search", retriever, text_folder, "a boat on the river", "--top-k", 2)
     assert done.exit_code == 0, done.output
     assert "1. " in done.stdout and "2. " in done.stdout and "3. " not in done.stdout and ".txt#" in done.stdout
