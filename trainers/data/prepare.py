@@ -422,8 +422,11 @@ def check_enough(config: PrepareConfig, summary: dict[str, Any]) -> None:
     else:
         lack = f"{pieces['made']} sequences leave none for training; give it more text, or lower --validation-share."
     ignored = sum(summary["ignored_files"].values())
+    found = f"{documents['read']} documents ({account}) and {lack}"
+    if not documents["read"]:
+        found = "no document was found there; name a file or a folder that holds text."
     raise DataError(
-        f"{config.source}: {documents['read']} documents ({account}) and {lack}"
+        f"{config.source}: {found}"
         + (f" {ignored} files were ignored, for their suffix or --include." if ignored else "")
         + (f" First error: {errors[0]}" if errors else "")
     )

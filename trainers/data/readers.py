@@ -90,6 +90,11 @@ class Source:
         if readable(path) != str(path):
             raise DataError(f"{readable(path)}: this name is not UTF-8; rename it.")
         if path.is_dir():
+            if self.include is None and (path / "corpus.jsonl").is_file() and (path / "queries.jsonl").is_file():
+                raise DataError(
+                    f"{path} is a folder in BEIR's format, whose queries and judgements are no text to learn from: "
+                    f"name its corpus, {path / 'corpus.jsonl'} (with --title-column title, if they have titles)."
+                )
             for file in self._files(path):
                 if isinstance(file, DataError):
                     yield file

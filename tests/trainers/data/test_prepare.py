@@ -172,8 +172,11 @@ def test_too_little_text_is_an_error_with_the_account(tmp_path, write_jsonl, art
     assert "--group-size" in str(caught.value)
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "a.png").write_text("x")
-    with pytest.raises(DataError, match="1 files were ignored"):
+    with pytest.raises(DataError, match="images: no document was found there; .* 1 files were ignored"):
         prepare(PrepareConfig(str(tmp_path / "images"), str(tmp_path / "out")))
+    (tmp_path / "none.jsonl").touch()
+    with pytest.raises(DataError, match="none.jsonl: no document was found there; .*holds text.$"):
+        prepare(PrepareConfig(str(tmp_path / "none.jsonl"), str(tmp_path / "out")))
 
 
 @pytest.mark.parametrize(

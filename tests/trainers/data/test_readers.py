@@ -229,6 +229,15 @@ def test_include_and_kind_in_a_folder(folder):
     assert {x.kind for x in read(folder, kind="prose")} == {"prose", "html"}
 
 
+def test_of_a_beir_folder_the_corpus_alone_is_read_and_asked_for(tmp_path):
+    for name in ("corpus", "queries"):
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"_id": "1", "text": "{name}"}}\n')
+    with pytest.raises(DataError, match="BEIR's format.* name its corpus, .*corpus.jsonl .*--title-column title"):
+        read(tmp_path)
+    assert [x.text for x in read(tmp_path / "corpus.jsonl")] == ["corpus"]
+    assert [x.text for x in read(tmp_path, include="corpus.jsonl")] == ["corpus"]
+
+
 def test_bad_bytes_in_a_page(folder):
     (folder / "b.md").write_bytes(b"one\ntwo\ncaf\xe9")
     assert error(folder).startswith(f"{folder / 'b.md'}, line 3: bytes that are not UTF-8")
