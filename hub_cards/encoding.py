@@ -10,7 +10,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.util import is_sentence_transformer_model
 
 from hub_cards.backbones import set_pad_token
-from hub_cards.checkpoints import check_folder
+from hub_cards.checkpoints import check_folder, model_type
 from hub_cards.hub import explain, require_here_or_hub
 from hub_cards.ranking import as_tensor
 
@@ -26,11 +26,17 @@ def load_model(model: str | Path | SentenceTransformer, **options) -> SentenceTr
 
     Raises:
         FileNotFoundError: for a name that is no folder here, and cannot be an id on the Hub.
-        ValueError: naming what did not load, or what a folder holds that must not be loaded.
+        ValueError: naming what did not load, what a folder holds that must not be loaded, or the training checkpoint
+            that has to be exported first.
     """
     if isinstance(model, SentenceTransformer):
         return model
     require_here_or_hub(model)
+    if model_type(model) in ("revela", "retromae"):
+        raise ValueError(
+            f"{model} is a checkpoint that training wrote, and no retriever to encode with yet: make one of it first, "
+            f"with `revela-hub export {model} retriever/`."
+        )
     check_folder(model)
     try:
         options["model_kwargs"] = {**(options.get("model_kwargs") or {}), "use_safetensors": True}

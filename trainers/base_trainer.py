@@ -26,6 +26,7 @@ from trainers import sharding
 from trainers.checkpoints import (
     ARGUMENTS,
     STAGING,
+    check_config,
     check_position,
     clear_output,
     load_tensors,
@@ -261,6 +262,7 @@ class PretrainingTrainer(PushingTrainer):
         """
         folder = Path(self.args.output_dir)
         if resume_from_checkpoint is not None:
+            check_config(resume_from_checkpoint, self.model.config)
             check_position(resume_from_checkpoint, self._position())
             self._go_on_from(read_training_record(resume_from_checkpoint))
         elif self.args.should_save:

@@ -30,6 +30,7 @@ from datasets import Dataset
 from sentence_transformers import CrossEncoder
 from transformers import set_seed
 
+from hub_cards.checkpoints import require_writable
 from hub_cards.encoding import prompts_used
 from modeling_revela.configuration_revela import check_matryoshka_dims
 from trainers.arguments import parse_recipe, run_script
@@ -208,6 +209,7 @@ class Finetuning:
                 f"One process sees {args.n_gpu} GPUs: start one a GPU with `accelerate launch --multi_gpu`, or set "
                 "CUDA_VISIBLE_DEVICES to one of them."
             )
+        require_writable(args.output_dir, "--output_dir")
         if args.eval_strategy != "no" and development is None:
             raise ValueError("There is nothing to evaluate on: name a --dev_set, or leave eval_strategy at no.")
         set_seed(args.seed)

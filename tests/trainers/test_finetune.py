@@ -416,6 +416,8 @@ def test_models_and_folders_that_cannot_be_are_refused(finetune, dpr, tmp_path, 
     (tmp_path / "foreign" / "model.safetensors").touch()
     with pytest.raises(FileExistsError, match="no fine-tuning run"):
         finetune(tmp_path / "foreign", overwrite_output=True)
+    with pytest.raises(PermissionError, match="safetensors is no folder that can be written .*another --output_dir"):
+        finetune(tmp_path / "foreign" / "model.safetensors" / "out")
     with pytest.raises(FileNotFoundError, match="no checkpoint to resume from"):
         finetune(tmp_path / "out", resume_from_checkpoint="true")
     (tmp_path / "rows.jsonl").write_text('{"query": "w1", "positive": "w2"}\n' * 2)
