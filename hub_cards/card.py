@@ -404,6 +404,9 @@ def _describe_data(entry: dict) -> dict:
     settings = entry.get("settings", {})
     unit = next((unit for unit in _UNITS if unit in entry), None)
     described = {"dataset": entry.get("dataset"), "sha256": entry.get("sha256")}
+    if "pairs" in entry:
+        pairs = f"{entry['pairs']:,} pairs of a query and a relevant document"
+        return described | {"counts": f"{pairs}, {entry['corpus']:,} documents"}
     if unit is None:
         return described
     documents = entry.get("documents", {})
