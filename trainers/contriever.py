@@ -28,6 +28,7 @@ from trainers.finetune import Finetuning, MethodArguments, run_to_end
 from trainers.finetune_data import DevelopmentSet, TrainingSet, TrainingSetBuilder
 from trainers.finetune_model import ModelArguments
 from trainers.finetune_trainer import FinetuneTrainer, FinetuneTrainingArguments
+from trainers.record import describe_run
 
 
 @dataclass
@@ -119,6 +120,13 @@ def load_train_set(arguments: RawTextArguments, seed: int) -> TrainingSet:
     return _training_set(arguments, arguments.training_pairs(groups, seed), ", ".join(names))
 
 
+def describe_raw_text(method: str, arguments: RawTextArguments, options: tuple, data: TrainingSet) -> dict:
+    """What a training record says of a run on prepared sets: its options, the sets, and the examples made of them."""
+    facts = describe_run(options, load_groups(arguments.train_sets[0], "train"))
+    del facts["train_rows"]  # groups of the first set
+    return {"method": method, **facts, "examples": len(data.pairs)}
+
+
 def load_validation_set(arguments: RawTextArguments, seed: int) -> DevelopmentSet:
     """The pairs cut from held-out documents; a query's one relevant passage is the one it was cut from."""
     name = arguments.validation_set or arguments.train_sets[0]
@@ -156,7 +164,9 @@ def train(
     cap_workers(args)
     data = load_train_set(pair_args, args.seed)
     development = load_validation_set(pair_args, args.seed) if args.eval_strategy != "no" else None
-    return run_to_end(Finetuning(model_args, data, pair_args.method(), args, development, callbacks))
+    run = Finetuning(model_args, data, pair_args.method(), args, development, callbacks)
+    run.facts = describe_raw_text("contriever", pair_args, (model_args, pair_args, args), data)
+    return run_to_end(run)
 
 
 def main(argv: list[str] | None = None) -> None:

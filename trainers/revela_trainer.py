@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from transformers import TrainerCallback
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from hub_cards.validation import retrieval_gain, sibling_retrieval
 from trainers.backbones import leave_casting_to_autocast
@@ -268,6 +269,10 @@ class RevelaTrainer(PretrainingTrainer):
     @torch.no_grad()
     def _picture(self) -> None:
         """Keep the weights between the chunks of a fixed group, held out where there is one, and each token's loss."""
+        if self.is_fsdp_enabled or is_deepspeed_zero3_enabled():
+            # All processes gather split weights together, so that one without the memory for the picture, which leaves
+            # it out below, would keep the others waiting for ever. With whole weights nothing here waits for anyone.
+            return
         step = self.state.global_step
         if any(picture["step"] == step for picture in self._pictures):
             return
