@@ -35,7 +35,6 @@ from trainers.checkpoints import (
     seal,
 )
 from trainers.mishaps import (
-    PREEMPTED,
     ROW_IDS,
     NamedRows,
     StopWhenTold,
@@ -273,15 +272,7 @@ class PretrainingTrainer(PushingTrainer):
         self._began = time.time()
         self.accelerator.wait_for_everyone()
         self.train(resume_from_checkpoint=resume_from_checkpoint)
-        if self._stop.told:
-            if self.args.should_save:
-                checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-                print(
-                    f"Stopped by SIGTERM after step {self.state.global_step}, which is in {checkpoint}. Go on with "
-                    "--resume_from_checkpoint true.",
-                    file=sys.stderr,
-                )
-            sys.exit(PREEMPTED)
+        self._stop.leave_if_told(self.args, self.state)
         if self.args.load_best_model_at_end and self.state.best_global_step:
             self.facts["weights_of_step"] = self.state.best_global_step
         self.save_state()

@@ -258,6 +258,7 @@ class Finetuning:
             "method": asdict(self.method),
             "pairs": len(self.data.pairs),
             "documents": len(self.data.documents),
+            "data": self.data.digest,
             "seed": args.seed,
             "queries_a_step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
         }
@@ -396,6 +397,7 @@ class Finetuning:
                 self.make_trainer(self.rows(None))._load_from_checkpoint(checkpoint)
             trainer = self.make_trainer(self.round_rows(begins[index]), stop_at, is_first=index == 0)
             trainer.train(resume_from_checkpoint=checkpoint)
+            trainer.stop.leave_if_told(self.args, trainer.state)
             if self.args.save_strategy == "no" and checkpoint is not None and PartialState().is_main_process:
                 # Only a round's end asked for it; it has served.
                 if Path(checkpoint).parent == self.folder and step_of(checkpoint) == begins[index]:
@@ -473,12 +475,12 @@ def run_to_end(run: Finetuning) -> FinetuneTrainer:
         if args.load_best_model_at_end and trainer.state.best_global_step:
             record["weights_of_step"] = trainer.state.best_global_step
         write_training_record(run.folder / TRAINING_RECORD, record)
-        save_result(run.model, run.folder)
+        saved = save_result(run.model, run.folder)
         with suppress(OSError):
             (run.folder / "eval").rmdir()  # made for evaluators that write files, which this one does not
     state.wait_for_everyone()
     if args.push_to_hub and state.is_main_process:
-        run.model.push_to_hub(args.hub_model_id or run.folder.name, private=bool(args.hub_private_repo))
+        trainer.push_saved([*saved, TRAINING_RECORD])
     return trainer
 
 
