@@ -56,7 +56,7 @@ class Shuffler:
     """Deals pieces of documents, a few consecutive chunks each, in random order from a bounded pool.
 
     A corpus is seldom in random order: files of a folder stand beside their kin. Neighbours make groups whose chunks
-    all resemble each other, and a short run then learns little (benchmarks/learning_study.md). With pieces from all
+    all resemble each other, and a short run then learns little (benchmarks/race.md). With pieces from all
     over the corpus the rest of a chunk's own document stands out.
 
     Args:
