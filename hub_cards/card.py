@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,9 +16,10 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from hub_cards import results as measured
-from hub_cards.checkpoints import EXPORT_RECORD, model_type
+from hub_cards.checkpoints import EXPORT_RECORD, check_folder, model_type, require_whole
 from hub_cards.privacy import check_private, hub_id, without_local_paths
-from hub_cards.recorded import CHECK
+from hub_cards.recipes import METHODS, prepare_command, recipe, train_command
+from hub_cards.recorded import CHECK, is_same_model
 
 CARD = "README.md"
 RECIPE = "recipe.yaml"
@@ -30,10 +32,6 @@ _METADATA = {
     "adapter": ("peft", "feature-extraction", ["lora", "dense-retrieval"]),
     "lm": ("transformers", "text-generation", []),
     "lm-adapter": ("peft", "text-generation", ["lora"]),
-}
-_METHODS = {
-    "revela": ("Revela", "https://arxiv.org/abs/2506.16552"),
-    "retromae": ("RetroMAE", "https://arxiv.org/abs/2205.12035"),
 }
 _POOLINGS = {"lasttoken": "eos", "cls_token": "cls", "mean_tokens": "mean"}
 _UNITS = ("groups", "sequences")
@@ -72,11 +70,13 @@ def write_card(
         The path of the card.
 
     Raises:
-        ValueError: for a folder that holds no published model, results that are none of this model, an id that is
-            none, and what must not be published (`hub_cards.privacy.check_private`).
+        ValueError: for a folder that holds no published model or not the whole of one, results that are none of this
+            model, an id that is none, and what must not be published (`hub_cards.privacy.check_private`).
     """
     folder = Path(folder)
     kind = _kind(folder)
+    require_whole(folder)
+    check_folder(folder)
     record = _read(folder / EXPORT_RECORD)
     given = {
         "repo_id": repo_id,
@@ -100,10 +100,12 @@ def write_card(
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
     try:
-        if training.get("options") and not kind.startswith("lm"):
-            (staging / RECIPE).write_text(_dump(training["options"]), encoding="utf-8")
+        base_model = _named_base(folder, kind, facts, training)
+        text = None if kind.startswith("lm") else recipe(training, base_model)
+        if text is not None:
+            (staging / RECIPE).write_text(text, encoding="utf-8")
         figures = _draw(training, staging, kind)
-        card, entries = _render(folder, kind, name, facts, training, figures)
+        card, entries = _render(folder, kind, name, facts, training, figures, base_model, text)
         for file, entry in entries.items():
             (staging / measured.EVAL_RESULTS).mkdir(exist_ok=True)
             (staging / measured.EVAL_RESULTS / file).write_text(_dump(entry), encoding="utf-8")
@@ -172,6 +174,39 @@ def is_as_written(folder: str | Path) -> bool:
     """Whether the card is what `write_card` wrote there, so that nothing of anyone's is lost by writing it anew."""
     path = Path(folder) / CARD
     return path.is_file() and _read(Path(folder) / EXPORT_RECORD).get("card_sha256") == _digest(path)
+
+
+def said_before(earlier: Path, folder: Path) -> dict:
+    """
+    What people said of an export, as far as it holds of the one that is about to take its place.
+
+    Results hold if both make the same embeddings, or likelihoods, of the texts of `revela_check.json`; otherwise it is
+    said which are left out. The base model is taken over where the training does not tell.
+
+    Args:
+        earlier: a folder that need not be there.
+        folder: the new export, without a card.
+
+    Returns:
+        What belongs under `card` in its `revela_export.json`.
+    """
+    facts = dict(_read(earlier / EXPORT_RECORD).get("card", {}))
+    facts.pop("origin", None)  # of the weights that were there
+    if _base_model(read_training_record(folder), _kind(folder)):
+        facts.pop("base_model", None)
+    if facts.get("results") and not is_same_model(_read(earlier / CHECK), _read(folder / CHECK)):
+        print(
+            f"{earlier}: the results of {', '.join(facts.pop('results'))} were measured on other weights and are left "
+            "out of the card: evaluate again.",
+            file=sys.stderr,
+        )
+    return facts
+
+
+def was_edited(folder: str | Path) -> bool:
+    """Whether someone wrote into the card after `write_card` did."""
+    known = _read(Path(folder) / EXPORT_RECORD).get("card_sha256") is not None
+    return known and (Path(folder) / CARD).is_file() and not is_as_written(folder)
 
 
 def read_training_record(checkpoint: str | Path) -> dict:
@@ -250,11 +285,24 @@ def _draw(training: dict, staging: Path, kind: str) -> dict[str, str]:
     return figures
 
 
-def _render(folder: Path, kind: str, name: str, facts: dict, training: dict, figures: dict):
-    method = training.get("method")
+def _named_base(folder: Path, kind: str, facts: dict, training: dict) -> str | None:
     base_model = facts.get("base_model") or _base_model(training, kind)
     if kind.endswith("adapter"):
         base_model = base_model or hub_id(_read(folder / "adapter_config.json").get("base_model_name_or_path"))
+    return base_model
+
+
+def _render(
+    folder: Path,
+    kind: str,
+    name: str,
+    facts: dict,
+    training: dict,
+    figures: dict,
+    base_model: str | None,
+    recipe_text: str | None,
+):
+    method = METHODS.get(training.get("method"))
     datasets = facts.get("datasets") or [
         entry["dataset"] for entry in training.get("data", ()) if entry.get("dataset")
     ]
@@ -266,7 +314,7 @@ def _render(folder: Path, kind: str, name: str, facts: dict, training: dict, fig
         license=facts.get("license"),
         library_name=library,
         pipeline_tag=pipeline,
-        tags=[library, pipeline, *tags, *([method] if method else [])],
+        tags=[library, pipeline, *tags, *([training["method"]] if method else [])],
         base_model=base_model,
         base_model_relation=_relation(kind, facts) if base_model else None,
         datasets=list(dict.fromkeys(datasets)) or None,
@@ -283,16 +331,16 @@ def _render(folder: Path, kind: str, name: str, facts: dict, training: dict, fig
         name=name,
         title=name.rpartition("/")[2],
         method=method,
-        method_name=_METHODS.get(method, (None,))[0],
-        paper=_METHODS.get(method, (None, None))[1],
+        cited=training.get("method"),
         base=base_model,
         origin=facts.get("origin"),
         model=_describe_retriever(folder) if kind == "retriever" else _read(folder / CHECK),
         training=training,
         data=[_describe_data(entry) for entry in training.get("data", ())],
         cost=_describe_cost(training),
-        recipe=_dump(training["options"]) if training.get("options") and not kind.startswith("lm") else None,
-        prepare=_prepare_command(training),
+        recipe=recipe_text if method else None,
+        train=train_command(training, base_model) if method and recipe_text else None,
+        prepare=prepare_command(training),
         figures=figures,
         tables=measured.tables(results, name.rpartition("/")[2], base_model),
     )
@@ -303,7 +351,9 @@ def _render(folder: Path, kind: str, name: str, facts: dict, training: dict, fig
 
 def _base_model(training: dict, kind: str) -> str | None:
     bases = training.get("base_models", {})
-    retriever = bases.get("retriever_name_or_path") or bases.get("encoder_name_or_path")
+    retriever = (
+        bases.get("retriever_name_or_path") or bases.get("encoder_name_or_path") or bases.get("model_name_or_path")
+    )
     if not kind.startswith("lm"):
         return retriever
     # Without an LM of its own, a run takes the retriever's backbone for both.
@@ -354,6 +404,9 @@ def _describe_data(entry: dict) -> dict:
     settings = entry.get("settings", {})
     unit = next((unit for unit in _UNITS if unit in entry), None)
     described = {"dataset": entry.get("dataset"), "sha256": entry.get("sha256")}
+    if "pairs" in entry:
+        pairs = f"{entry['pairs']:,} pairs of a query and a relevant document"
+        return described | {"counts": f"{pairs}, {entry['corpus']:,} documents"}
     if unit is None:
         return described
     documents = entry.get("documents", {})
@@ -382,23 +435,6 @@ def _describe_cost(training: dict) -> str | None:
     if energy := training.get("energy"):
         sentence += f"; {energy['kwh']} kWh and {energy['co2_kg']} kg CO₂ by codecarbon's measure"
     return sentence + "."
-
-
-def _prepare_command(training: dict) -> str | None:
-    """The command that prepares the training text anew; `None` where it is not one set with an account of its own."""
-    data = training.get("data", [])
-    if len(data) != 1 or not data[0].get("settings"):
-        return None
-    words = ["revela-hub prepare", data[0].get("dataset") or "YOUR_TEXT", "--out prepared"]
-    for key, value in data[0]["settings"].items():
-        option = "--for" if key == "method" else f"--{key.replace('_', '-')}"
-        if value is True:
-            words.append(option)
-        elif value is not False:
-            words.append(f"{option} {value}")
-    if "sequences" in data[0] and "tokenizer" not in data[0]["settings"]:
-        words.append("--tokenizer YOUR_BASE_MODEL")
-    return " ".join(words)
 
 
 def _duration(seconds: float) -> str:
@@ -447,6 +483,8 @@ __all__ = [
     "check_card",
     "is_as_written",
     "read_training_record",
+    "said_before",
     "take_along",
+    "was_edited",
     "write_card",
 ]

@@ -90,6 +90,40 @@ def require_writable(folder: str | Path, option: str) -> None:
         ) from error
 
 
+def require_whole(folder: str | Path) -> None:
+    """
+    Raises ValueError naming all that a published folder lacks: config, weights, tokenizer, modules of its own.
+
+    The folder is a retriever of sentence-transformers, a PEFT adapter or a causal LM; the files are not loaded.
+    """
+    folder = Path(folder)
+    modules = folder / "modules.json"
+    named = _read_json(modules, list) if modules.is_file() else []
+    named = [module for module in named if isinstance(module, dict)]
+    # The backbone is the first module.
+    places = [folder, *(folder / str(module.get("path", "")) for module in named[:1])]
+    config, weights = "config.json", "model.safetensors"
+    if not named and (folder / "adapter_config.json").is_file():
+        config, weights = "adapter_config.json", "adapter_model.safetensors"
+    lacking = []
+    for what, patterns in (
+        (config, [config]),
+        (f"weights ({weights})", [weights, f"{weights}.index.json"]),
+        ("a tokenizer (tokenizer.json)", ["tokenizer.json", "vocab.txt", "vocab.json", "*.model"]),
+    ):
+        if not any(next(place.glob(pattern), None) for place in places for pattern in patterns):
+            lacking.append(what)
+    for module in named:
+        kind, path = (str(module.get(name, "")) for name in ("type", "path"))
+        # Of the others, such as Normalize, nothing has to be written.
+        if kind.endswith((".Pooling", ".Dense")) and not (folder / path / "config.json").is_file():
+            lacking.append(f"{path}/config.json")
+    if lacking:
+        raise ValueError(
+            f"{folder} is not whole: it lacks {', '.join(lacking)}. Write it again by `revela-hub export`."
+        )
+
+
 def broken(file: Path) -> str | None:
     """Why a file is no whole safetensors file, told by its header and length; `None` if it is one."""
     from safetensors import SafetensorError, safe_open
@@ -147,4 +181,12 @@ def _read_json(path: Path, kind: type) -> dict | list:
     return value
 
 
-__all__ = ["EXPORT_RECORD", "broken", "check_folder", "model_type", "require_base", "require_writable"]
+__all__ = [
+    "EXPORT_RECORD",
+    "broken",
+    "check_folder",
+    "model_type",
+    "require_base",
+    "require_whole",
+    "require_writable",
+]

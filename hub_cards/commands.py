@@ -239,13 +239,14 @@ def print_tables(
     """Print the papers' tables: the published numbers, and your models' below.
 
     Tables 1, 6 and 7 of Revela (CoIR, BEIR, BRIGHT) and 1 to 5 of RetroMAE. Models are added from --results; what is
-    missing, in the paper's text or in yours, is shown as missing.
+    missing, in the paper's text or in yours, is shown as missing. Tasks that are no column of the tables asked for are
+    shown in one more table.
 
     \b
     revela-hub tables --table retromae-1 --results results.json
     revela-hub tables --format csv > tables.csv
     """
-    from hub_cards.tables import as_csv, as_markdown, fill_table, load_tables, read_results
+    from hub_cards.tables import as_csv, as_markdown, fill_table, load_tables, other_tasks, read_results
 
     published = load_tables()
     if unknown := [name for name in table or () if name not in published]:
@@ -254,6 +255,8 @@ def print_tables(
         raise ValueError(f"--format {format} is unknown; choose markdown or csv.")
     measured = read_results(results or [])
     filled = {name: (published[name], fill_table(published[name], measured)) for name in table or published}
+    if others := other_tasks([one for one, _ in filled.values()], measured):
+        filled["other"] = (others, fill_table(others, measured))
     typer.echo(
         as_csv(filled) if format == "csv" else "\n".join(as_markdown(*one) for one in filled.values()), nl=False
     )

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from hub_cards.backbones import positions
-from hub_cards.card import take_along, write_card
+from hub_cards.card import CARD, said_before, take_along, was_edited, write_card
 from hub_cards.checkpoints import EXPORT_RECORD, check_folder, model_type
 from hub_cards.doors import refuse_non_finite, write_doors, write_lm
 from hub_cards.eos_tokenizer import ends_with_eos, save_tokenizer
@@ -111,6 +111,8 @@ def write_beside(
     """
     Have a folder written beside `out` with a record of its files, then put it in the place of `out`.
 
+    What was said for the card of an earlier export there is taken over.
+
     Args:
         out: the folder's final name.
         write: writes the model into the folder that it is given.
@@ -126,7 +128,10 @@ def write_beside(
         if checkpoint is not None:
             take_along(checkpoint, staging)
         files = sorted(path.relative_to(staging).as_posix() for path in staging.rglob("*"))
-        text = json.dumps({"files": [*files, EXPORT_RECORD]}, indent=2)
+        record = {"files": [*files, EXPORT_RECORD]}
+        if said := said_before(out, staging):
+            record["card"] = said
+        text = json.dumps(record, indent=2, ensure_ascii=False)
         (staging / EXPORT_RECORD).write_text(text + "\n", encoding="utf-8")
         if card:
             write_card(staging, name=out.resolve().name, **facts)
@@ -169,6 +174,11 @@ def require_writable(out: Path, overwrite: bool) -> None:
         there = {path.relative_to(out).as_posix() for path in out.rglob("*")}
         foreign = sorted(there - _recorded(out / EXPORT_RECORD))
         if not foreign:
+            if was_edited(out):
+                raise FileExistsError(
+                    f"{out / CARD} was edited after it was written, which would be lost: move it elsewhere, or choose "
+                    "another folder."
+                )
             return
         if EXPORT_RECORD in there:
             raise FileExistsError(

@@ -20,6 +20,8 @@ _PANELS = {
         "eval_retrieval_gain": "held out, over uniform weights",
     },
     "masked accuracy": {"encoder_accuracy": "encoder", "decoder_accuracy": "decoder"},
+    "loss": {"finetune_loss": "loss"},
+    "held out: nDCG@10": {"dev_ndcg_at_10": "nDCG@10"},
     "held out: sibling nDCG@10": {"eval_sibling_ndcg_at_10": "sibling nDCG@10"},
 }
 LOGGED = tuple(key for keys in _PANELS.values() for key in keys)

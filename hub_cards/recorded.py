@@ -92,6 +92,21 @@ def read_record(folder: str | Path) -> dict:
         raise ValueError(f"{path} is broken ({error}): write the folder again by `revela-hub export`.") from error
 
 
+def is_same_model(one: dict, other: dict) -> bool:
+    """Whether two records are of one model: the same settings and, but for rounding, the same numbers."""
+    if not one or one.keys() != other.keys():
+        return False
+    measured = ("embeddings", "log_likelihoods")
+    if any(one[name] != other[name] for name in one if name not in measured):
+        return False
+    pairs = [(torch.tensor(a), torch.tensor(b)) for a, b in zip(_numbers(one), _numbers(other), strict=True)]
+    return all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in pairs)
+
+
+def _numbers(record: dict) -> list:
+    return list(record["embeddings"].values()) if "embeddings" in record else [record["log_likelihoods"]]
+
+
 def open_doors(name: str | Path, record: dict, revision: str | None = None) -> dict[str, float]:
     """
     Load a model in all its ways, as its users do, on the CPU, and compare each with the record.
@@ -236,4 +251,4 @@ def _write(folder: Path, record: dict) -> None:
     (folder / CHECK).write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-__all__ = ["CHECK", "open_doors", "read_record", "record_embeddings", "record_lm"]
+__all__ = ["CHECK", "is_same_model", "open_doors", "read_record", "record_embeddings", "record_lm"]

@@ -48,6 +48,22 @@ def fill_table(table: Mapping, results: Sequence[Mapping] = ()) -> list[dict]:
     return rows
 
 
+def other_tasks(tables: Sequence[Mapping], results: Sequence[Mapping]) -> dict | None:
+    """
+    A table, as `fill_table` takes it, of the tasks in `results` that fill no column of any of the `tables`.
+
+    A column a task, nDCG@10 in percent, and no published row; `None` if there is no such task.
+    """
+    wanted = [column for table in tables for column in table["columns"] if "mean" not in column]
+    rows = [row for result in results for row in result["rows"] if row["task"] != "mean"]
+    tasks = dict.fromkeys(
+        row["task"] for row in rows if all(_score({_key(row["task"]): row["scores"]}, one) is None for one in wanted)
+    )
+    columns = [{"label": task, "task": task, "measure": "ndcg_at_10"} for task in tasks]
+    title = "Tasks that are no column of the tables asked for (nDCG@10, %)"
+    return {"title": title, "columns": columns, "rows": {}, "scale": 100, "decimals": 1} if columns else None
+
+
 def read_results(files: Sequence[str | Path]) -> list[dict]:
     """Results that `revela-hub evaluate --out` wrote.
 
@@ -73,9 +89,9 @@ def read_results(files: Sequence[str | Path]) -> list[dict]:
 def as_markdown(table: Mapping, rows: Sequence[Mapping]) -> str:
     """The table as Markdown: ours in bold, an en dash where a value is missing, the notes and the source below."""
     columns, decimals = table["columns"], table["decimals"]
-    source = table["source"]
+    source = table.get("source")
     lines = [
-        f"**{source['paper']}, Table {source['table']}.** {table['title']}",
+        f"**{source['paper']}, Table {source['table']}.** {table['title']}" if source else f"**{table['title']}**",
         "",
         f"| model | {' | '.join(column['label'] for column in columns)} |",
         f"| --- |{' --- |' * len(columns)}",
@@ -88,6 +104,8 @@ def as_markdown(table: Mapping, rows: Sequence[Mapping]) -> str:
         name = row["model"].replace("|", "\\|")
         lines.append(f"| {name if row['published'] else f'**{name}**'} | {' | '.join(cells)} |")
     notes = " ".join(note if note.endswith(".") else f"{note}." for note in table.get("notes", ()))
+    if source is None:
+        return "\n".join(lines) + "\n"
     lines += ["", f"Source: arXiv {source['arxiv']}, Table {source['table']}; – is missing. {notes}".rstrip()]
     return "\n".join(lines) + "\n"
 
@@ -102,12 +120,13 @@ def as_csv(tables: Mapping[str, tuple[Mapping, Sequence[Mapping]]]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["table", "model", "source", "column", "value", "comparable"])
     for name, (table, rows) in tables.items():
-        published = f"arXiv {table['source']['arxiv']}, Table {table['source']['table']}"
         for row in rows:
             for value, column in zip(row["values"], table["columns"], strict=True):
                 shown = "" if value is None else f"{value:.{table['decimals']}f}"
                 comparable = row["published"] or not column.get("differs")
-                source = published if row["published"] else "measured"
+                source = "measured"
+                if row["published"]:
+                    source = f"arXiv {table['source']['arxiv']}, Table {table['source']['table']}"
                 writer.writerow([name, row["model"], source, column["label"], shown, str(comparable).lower()])
     return text.getvalue()
 
@@ -123,4 +142,4 @@ def _key(name: str) -> str:
     return "".join(filter(str.isalnum, name.lower()))
 
 
-__all__ = ["as_csv", "as_markdown", "fill_table", "load_tables", "read_results"]
+__all__ = ["as_csv", "as_markdown", "fill_table", "load_tables", "other_tasks", "read_results"]

@@ -20,6 +20,7 @@ In order:
 import copy
 import math
 import shutil
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,10 +31,12 @@ from datasets import Dataset
 from sentence_transformers import CrossEncoder
 from transformers import set_seed
 
+from hub_cards.card import TRAINING_RECORD, read_training_record
 from hub_cards.checkpoints import require_writable
 from hub_cards.encoding import prompts_used
 from modeling_revela.configuration_revela import check_matryoshka_dims
 from trainers.arguments import parse_recipe, run_script
+from trainers.backbones import leave_casting_to_autocast
 from trainers.checks import cap_workers, check_at_least, check_choice, check_steps
 from trainers.distillation import load_cross_encoder, score_rows, train_cross_encoder
 from trainers.finetune_data import (
@@ -50,6 +53,7 @@ from trainers.finetune_trainer import (
     FinetuneTrainer,
     FinetuneTrainingArguments,
     StopAt,
+    curves,
     make_evaluator,
     make_loss,
     starting_point,
@@ -65,6 +69,8 @@ from trainers.hard_negatives import (
     pad_negatives,
     save_tensors,
 )
+from trainers.record import describe_machine, describe_run
+from trainers.record import write_record as write_training_record
 
 METHODS = ("dpr", "ance", "distill")
 
@@ -212,6 +218,7 @@ class Finetuning:
         if args.eval_strategy != "no" and development is None:
             raise ValueError("There is nothing to evaluate on: name a --dev_set, or leave eval_strategy at no.")
         set_seed(args.seed)
+        self.facts, self._began, self._seconds_before = {}, time.time(), 0.0
         self.method, self.model_args, self.callbacks = method, model_args, callbacks or []
         self.data = data
         if method.method == "distill":
@@ -222,6 +229,8 @@ class Finetuning:
         if args.device.type == "cpu" and args.bf16:
             # The fused kernel's backward in bf16 on a CPU is several times slower than plain products.
             self.model.transformers_model.set_attn_implementation("eager")
+        if args.bf16 or args.fp16:
+            leave_casting_to_autocast(self.model)
         self.args = copy.copy(args)
         self.folder = Path(args.output_dir)
         if self.args.metric_for_best_model == "eval_dev_cosine_ndcg@10":
@@ -252,6 +261,12 @@ class Finetuning:
             "seed": args.seed,
             "queries_a_step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
         }
+
+    def describe(self, step: int) -> dict:
+        """What `training_record.json` has at a step: `facts` (of options and data), the machine and the time."""
+        seconds = self._seconds_before + time.time() - self._began
+        machine = describe_machine(self.args.device, self.args.world_size)
+        return {"step": step, **self.facts, **machine, "seconds": seconds}
 
     def boundaries(self) -> list[int]:
         """Steps at which a round begins: 0 among them, the last step not."""
@@ -354,7 +369,7 @@ class Finetuning:
         args.prompts = {
             name: prompts["query" if name == "query" else "document"] for name in rows.column_names if name != "label"
         }
-        return FinetuneTrainer(
+        trainer = FinetuneTrainer(
             model=self.model,
             args=args,
             train_dataset=rows,
@@ -362,11 +377,15 @@ class Finetuning:
             evaluator=self.evaluator,
             callbacks=[*self.callbacks, *([] if stop_at is None else [StopAt(stop_at)])],
         )
+        trainer.describe = self.describe
+        return trainer
 
     def train(self, checkpoint: str | None = None) -> FinetuneTrainer:
         """Train all rounds, from the start or a checkpoint; returns the last round's trainer."""
         begins = self.boundaries()
         step = 0 if checkpoint is None else step_of(checkpoint)
+        if checkpoint is not None:
+            self._seconds_before = read_training_record(checkpoint).get("seconds", 0.0)
         if step >= self.args.max_steps:
             raise ValueError(f"{checkpoint} is at step {step}, and the run ends at {self.args.max_steps}.")
         current = max(index for index, begin in enumerate(begins) if begin <= step)
@@ -426,7 +445,10 @@ def train(
         negatives=data_args.negatives_file,
         corpus=data_args.corpus,
     )
-    return run_to_end(Finetuning(model_args, data, method_args, args, _development_set(data_args, args), callbacks))
+    run = Finetuning(model_args, data, method_args, args, _development_set(data_args, args), callbacks)
+    run.facts = {"method": method_args.method, **describe_run((model_args, data_args, method_args, args))}
+    run.facts["data"][0] |= {"pairs": len(data.pairs), "corpus": len(data.documents)}
+    return run_to_end(run)
 
 
 def run_to_end(run: Finetuning) -> FinetuneTrainer:
@@ -447,6 +469,10 @@ def run_to_end(run: Finetuning) -> FinetuneTrainer:
     if run.model_args.lora_r:
         merge_adapters(run.model)
     if state.is_main_process:
+        record = run.describe(trainer.state.global_step) | {"log_history": curves(trainer.state.log_history)}
+        if args.load_best_model_at_end and trainer.state.best_global_step:
+            record["weights_of_step"] = trainer.state.best_global_step
+        write_training_record(run.folder / TRAINING_RECORD, record)
         save_result(run.model, run.folder)
         with suppress(OSError):
             (run.folder / "eval").rmdir()  # made for evaluators that write files, which this one does not

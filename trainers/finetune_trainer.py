@@ -26,11 +26,13 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
+from hub_cards.card import TRAINING_RECORD
 from hub_cards.checkpoints import check_folder
 from hub_cards.eos_tokenizer import save_tokenizer
 from trainers.checkpoints import last_checkpoint
 from trainers.finetune_data import DevelopmentSet
 from trainers.finetune_model import STAGING, has_adapters
+from trainers.record import write_record as write_training_record
 
 RECORD, NEGATIVES, CROSS_ENCODER = "finetune.json", "negatives", "cross_encoder"
 """What a run leaves in its output folder: its settings, the negatives of its rounds, and a teacher."""
@@ -77,7 +79,11 @@ class FinetuneTrainer(SentenceTransformerTrainer):
     sentence-transformers' trainer, with checkpoints that hold no pickled arguments, and adapters alone under LoRA.
 
     (transformers' own loading of adapters asks for a newer peft than this package does.)
+
+    `describe`, called with the step, says what `training_record.json` beside a checkpoint has.
     """
+
+    describe: Callable[[int], dict] | None = None
 
     def _save(self, output_dir=None, state_dict=None) -> None:
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
@@ -90,6 +96,8 @@ class FinetuneTrainer(SentenceTransformerTrainer):
             (folder / TRAINING_ARGS_NAME).unlink()
         arguments = json.dumps(self.args.to_sanitized_dict(), indent=2, sort_keys=True, default=str)
         (folder / "training_args.json").write_text(arguments + "\n", encoding="utf-8")
+        if self.describe is not None:
+            write_training_record(folder / TRAINING_RECORD, self.describe(self.state.global_step))
 
     def _load_from_checkpoint(self, checkpoint_path: str) -> None:
         if has_adapters(self.model):
@@ -178,6 +186,19 @@ def make_evaluator(dev: DevelopmentSet | None, batch_size: int) -> InformationRe
     )
 
 
+def curves(history: list[dict]) -> list[dict]:
+    """What a model card draws of a trainer's log: `step` with `finetune_loss` or `dev_ndcg_at_10`."""
+    kept = []
+    for entry in history:
+        found = {"finetune_loss": entry["loss"]} if "loss" in entry else {}
+        measured = [value for name, value in entry.items() if name.endswith("_ndcg@10")]
+        if measured:
+            found["dev_ndcg_at_10"] = measured[0]
+        if found:
+            kept.append({"step": entry["step"], **found})
+    return kept
+
+
 # Checkpoints
 
 
@@ -218,7 +239,13 @@ def starting_point(args: FinetuneTrainingArguments, record: dict) -> str | None:
         )
     if ours and args.should_save:
         # What else lies there is the user's.
-        old = [*others, *(folder / name for name in (NEGATIVES, CROSS_ENCODER, "eval", STAGING, TRAINER_STATE_NAME))]
+        old = [
+            *others,
+            *(
+                folder / name
+                for name in (NEGATIVES, CROSS_ENCODER, "eval", STAGING, TRAINER_STATE_NAME, TRAINING_RECORD)
+            ),
+        ]
         for path in [*old, folder / RECORD]:
             if path.is_dir():
                 shutil.rmtree(path)
@@ -255,6 +282,7 @@ __all__ = [
     "FinetuneTrainer",
     "FinetuneTrainingArguments",
     "StopAt",
+    "curves",
     "make_evaluator",
     "make_loss",
     "starting_point",

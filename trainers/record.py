@@ -23,18 +23,22 @@ _NO_OPTIONS = (
     "accelerator_config", "parallelism_config", "deepspeed", "fsdp", "fsdp_config", "debug", "local_rank", "hub_token",
     "hub_model_id", "hub_private_repo", "hub_strategy", "hub_always_push", "hub_revision", "train_sets",
     "validation_set", "remove_unused_columns", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",
-    "dataloader_pin_memory",
+    "dataloader_pin_memory", "do_eval", "prediction_loss_only",
 )  # fmt: skip
-_PACKAGES = ("revela-hub", "torch", "transformers", "accelerate", "peft", "tokenizers", "datasets", "deepspeed")
+# Options besides `*_name_or_path` that name a model, and those that name texts: by Hub ids, or by paths.
+_MODELS = ("teacher", "cross_encoder")
+_DATA = ("train_set", "dev_set", "negatives_file", "corpus")
+_PACKAGES = ("revela-hub", "torch", "transformers", "accelerate", "peft", "tokenizers", "datasets", "deepspeed",
+    "sentence-transformers")  # fmt: skip
 
 
-def describe_run(arguments: Sequence, train_set: Dataset) -> dict:
+def describe_run(arguments: Sequence, train_set: Dataset | None = None) -> dict:
     """
     What is known of a run before it starts.
 
     Args:
         arguments: the dataclasses of its options.
-        train_set: what it learns from, rows with `source`.
+        train_set: what it learns from, rows with `source`; left out where it is no prepared set.
 
     Returns:
         `base_models` (option -> Hub id), `local_models` (options that named a folder), `options` (those that differ
@@ -43,25 +47,30 @@ def describe_run(arguments: Sequence, train_set: Dataset) -> dict:
     options, bases, local = {}, {}, []
     for config in arguments:
         for name, value in _changed(config).items():
-            if name.endswith("_name_or_path"):
+            if name.endswith("_name_or_path") or name in _MODELS:
                 if hub_id(value):
                     bases[name] = options[name] = value
                 elif value is not None:
                     local.append(name)
+            elif name in _DATA:
+                if hub_id(value):
+                    options[name] = value
             elif name not in _NO_OPTIONS and _is_plain(value):
                 options[name] = value
-    (names,) = [config.train_sets for config in arguments if hasattr(config, "train_sets")]
+    names = [name for config in arguments for name in getattr(config, "train_sets", ())]
+    names += [config.train_set for config in arguments if hasattr(config, "train_set")]
     known = [name for name in names if hub_id(name)]
-    if known and len(known) == len(names):
+    if known and len(known) == len(names) and "train_set" not in options:
         options["train_sets"] = known
-    sources = {row["source"] for row in train_set.select(range(min(1, len(train_set))))} if len(names) == 1 else set()
+    sources = set()
+    if train_set is not None and len(names) == 1:
+        sources = {row["source"] for row in train_set.select(range(min(1, len(train_set))))}
     return {
         "base_models": bases,
         "local_models": local,
         "options": options,
         "data": [_describe_set(name, sources) for name in names],
-        "train_rows": len(train_set),
-    }
+    } | ({} if train_set is None else {"train_rows": len(train_set)})
 
 
 def describe_machine(device: torch.device, processes: int) -> dict:
@@ -90,6 +99,8 @@ def _changed(config) -> dict:
     """The options of a dataclass that differ from its defaults, in JSON's values."""
     changed = {}
     for item in dataclasses.fields(config):
+        if not item.init:
+            continue
         value = getattr(config, item.name)
         default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
         # transformers makes False of some that are left open.

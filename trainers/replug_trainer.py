@@ -159,6 +159,10 @@ class ReplugTrainer(RevelaTrainer):
         """Sibling retrieval on held-out groups; the LM never saw in-batch attention, so there is no gain to take."""
         return self._siblings(model, rows)
 
+    def _record(self) -> dict:
+        # Its checkpoints are Revela's, by another method.
+        return {**super()._record(), "method": "replug"}
+
     def _picture(self) -> None:
         """None: there is no in-batch attention to show."""
 

@@ -7,8 +7,10 @@ from typing import ClassVar
 
 import torch
 from transformers import TrainerCallback
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from hub_cards.validation import retrieval_gain, sibling_retrieval
+from trainers.backbones import leave_casting_to_autocast
 from trainers.base_trainer import PretrainingArguments, PretrainingTrainer
 from trainers.checks import check_at_least
 from trainers.data.neighbours import neighbour_groups
@@ -85,11 +87,7 @@ class RevelaTrainer(PretrainingTrainer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         if self.args.bf16 or self.args.fp16:
-            for module in self.model.modules():
-                # Autocast casts what a product needs; peft's own cast, to the adapters' float32, would copy every
-                # input twice.
-                if hasattr(module, "cast_input_dtype_enabled"):
-                    module.cast_input_dtype_enabled = False
+            leave_casting_to_autocast(self.model)
         self._pictures: list[dict] = []
         self._neighbours: dict = {"step": 0, "groups": []}
         self.add_callback(_PictureStart(self))
@@ -271,6 +269,10 @@ class RevelaTrainer(PretrainingTrainer):
     @torch.no_grad()
     def _picture(self) -> None:
         """Keep the weights between the chunks of a fixed group, held out where there is one, and each token's loss."""
+        if self.is_fsdp_enabled or is_deepspeed_zero3_enabled():
+            # All processes gather split weights together, so that one without the memory for the picture, which leaves
+            # it out below, would keep the others waiting for ever. With whole weights nothing here waits for anyone.
+            return
         step = self.state.global_step
         if any(picture["step"] == step for picture in self._pictures):
             return

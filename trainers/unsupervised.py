@@ -26,7 +26,7 @@ from torch import nn
 
 from trainers.arguments import parse_recipe, run_script
 from trainers.checks import cap_workers, check_choice, check_steps
-from trainers.contriever import RawTextArguments, load_train_set, load_validation_set
+from trainers.contriever import RawTextArguments, describe_raw_text, load_train_set, load_validation_set
 from trainers.finetune import Finetuning, MethodArguments, run_to_end
 from trainers.finetune_model import ModelArguments, has_adapters
 from trainers.finetune_trainer import FinetuneTrainer, FinetuneTrainingArguments
@@ -142,7 +142,9 @@ def train(
     cap_workers(args)
     data = load_train_set(arguments, args.seed)
     development = load_validation_set(arguments, args.seed) if args.eval_strategy != "no" else None
-    return run_to_end(UnsupervisedRun(model_args, arguments, data, arguments.method(), args, development, callbacks))
+    run = UnsupervisedRun(model_args, arguments, data, arguments.method(), args, development, callbacks)
+    run.facts = describe_raw_text(arguments.objective, arguments, (model_args, arguments, args), data)
+    return run_to_end(run)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -19,6 +19,7 @@ from hub_cards.checkpoints import EXPORT_RECORD
 from hub_cards.export import export
 from hub_cards.privacy import check_private, clean_configs, hub_id
 from hub_cards.push import push
+from hub_cards.recipes import recipe
 from trainers import retromae, revela
 from trainers.arguments import parse_recipe
 from trainers.data.prepare import PrepareConfig, prepare
@@ -183,6 +184,35 @@ def test_recipe_of_the_folder_gives_the_options_of_the_run(published, runs, tmp_
     assert (training.learning_rate, training.max_steps, training.eval_steps) == (1e-2, 4, 2)
     options = yaml.safe_load((published / "retriever" / RECIPE).read_text())
     assert "lr_scheduler_type" not in options and "hub_token" not in options and "use_cpu" not in options
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "option"),
+    [("retriever", "revela", "retriever_name_or_path"), ("encoder", "retromae", "encoder_name_or_path")],
+)
+def test_recipe_names_the_base_model_or_says_which_option_to_add(published, tmp_path, kind, method, option):
+    folder = Path(shutil.copytree(published / kind, tmp_path / "out"))
+    text = (folder / RECIPE).read_text()
+    assert f"# Add --{option} YOUR_BASE_MODEL: it was a folder" in text and "# Add --train_sets prepared: " in text
+    command = (
+        f"revela-hub train {method} recipe.yaml --{option} YOUR_BASE_MODEL --train_sets prepared --output_dir run"
+    )
+    assert command in card_of(folder).text
+    write_card(folder, base_model=BASE)
+    assert yaml.safe_load((folder / RECIPE).read_text())[option] == BASE
+    assert f"--{option}" not in (folder / RECIPE).read_text()
+    assert f"revela-hub train {method} recipe.yaml --train_sets prepared --output_dir run" in card_of(folder).text
+
+
+def test_second_model_that_was_a_folder_is_to_be_added_to_the_recipe():
+    training = {
+        "method": "revela",
+        "options": {"seed": 1},
+        "local_models": ["retriever_name_or_path", "lm_name_or_path"],
+    }
+    text = recipe(training, BASE)
+    assert yaml.safe_load(text) == {"retriever_name_or_path": BASE, "seed": 1}
+    assert "# Add --lm_name_or_path YOUR_MODEL" in text
 
 
 @pytest.mark.parametrize(
@@ -372,11 +402,45 @@ def test_card_that_was_edited_is_told_from_one_that_was_written(with_results):
     assert 'SentenceTransformer("org/name")' in card_of(with_results).text
 
 
-def test_files_of_the_card_belong_to_the_export(with_results, runs):
+def test_files_of_the_card_belong_to_the_export(with_results):
     files = {path.relative_to(with_results).as_posix() for path in with_results.rglob("*")}
     assert files == set(json.loads((with_results / EXPORT_RECORD).read_text())["files"])
+
+
+def test_what_was_said_outlives_an_export_over_it_and_results_do_if_the_weights_are_the_same(
+    with_results, runs, capsys
+):
+    said = card_of(with_results)
     export(runs["revela"], with_results, overwrite=True)
-    assert card_of(with_results).data.eval_results is None
+    again = card_of(with_results)
+    for card in (said, again):
+        assert (card.data.license, card.data.language, card.data.base_model) == ("apache-2.0", ["en"], BASE)
+        assert "| SciFact | 0.100 | **0.400** |" in card.text
+    scores = [[(one.dataset_name, one.metric_value) for one in card.data.eval_results] for card in (said, again)]
+    assert len(scores[0]) == 6 and sorted(scores[0]) == sorted(scores[1])
+    assert "left out" not in capsys.readouterr().err
+    assert (with_results / ".eval_results" / "SciFact.yaml").exists()
+    check_card(with_results)
+    export(runs["revela"] / "checkpoint-2", with_results, overwrite=True)
+    other = card_of(with_results).data
+    assert (other.license, other.language, other.base_model) == ("apache-2.0", ["en"], BASE)
+    assert other.eval_results is None and not (with_results / ".eval_results").exists()
+    told = capsys.readouterr().err
+    assert "the results of my-task, BEIR were measured on other weights and are left out of the card" in told
+    export(runs["revela"], with_results, overwrite=True, card=False)
+    write_card(with_results)
+    assert card_of(with_results).data.license == "apache-2.0"
+
+
+def test_card_edited_by_hand_is_not_exported_over(with_results, runs):
+    with (with_results / "README.md").open("a") as card:
+        card.write("By hand.\n")
+    with pytest.raises(FileExistsError, match="README.md was edited after it was written, which would be lost"):
+        export(runs["revela"], with_results, overwrite=True)
+    assert "By hand." in (with_results / "README.md").read_text()
+    (with_results / "README.md").unlink()
+    export(runs["revela"], with_results, overwrite=True)
+    assert card_of(with_results).data.license == "apache-2.0"
 
 
 @pytest.mark.parametrize(
@@ -455,6 +519,34 @@ def test_checkpoint_gets_no_card(runs):
     with pytest.raises(ValueError, match="is no published model: write one with `revela-hub export"):
         write_card(runs["revela"])
     assert not (runs["revela"] / "README.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "gone", "lacking"),
+    [
+        ("retriever", "1_Pooling/config.json", "1_Pooling/config.json"),
+        ("retriever", "tokenizer.json", "a tokenizer (tokenizer.json)"),
+        ("retriever", "model.safetensors", "weights (model.safetensors)"),
+        ("encoder", "config.json", "config.json"),
+        ("adapter", "adapter_model.safetensors", "weights (adapter_model.safetensors)"),
+        ("lm", "model.safetensors", "weights (model.safetensors)"),
+    ],
+)
+def test_folder_that_is_not_whole_gets_no_card(published, tmp_path, kind, gone, lacking):
+    folder = Path(shutil.copytree(published / kind, tmp_path / "out"))
+    (folder / gone).unlink()
+    (folder / "README.md").unlink()
+    done = CliRunner().invoke(revela_hub.app, ["card", str(folder)])
+    assert done.exit_code == 2 and done.output.count("\n") == 1
+    assert f"{folder} is not whole: it lacks {lacking}. Write it again" in done.output
+    assert not (folder / "README.md").exists()
+
+
+def test_folder_whose_weights_were_cut_off_gets_no_card(published, tmp_path):
+    folder = Path(shutil.copytree(published / "encoder", tmp_path / "out"))
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-8])
+    with pytest.raises(ValueError, match="no whole safetensors file"):
+        write_card(folder)
 
 
 def test_folder_that_nothing_is_known_of_gets_a_card(published, tmp_path):

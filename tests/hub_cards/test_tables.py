@@ -130,6 +130,25 @@ def test_the_command_prints_all_or_some(tmp_path: Path):
     assert lines[2] == 'retromae-4,coCondenser,"arXiv 2205.12035, Table 4",MS MARCO R@10,,true'
 
 
+def test_what_is_no_column_of_the_tables_asked_for_stands_in_one_more(tmp_path: Path):
+    files = []
+    for name, scores in (("Robust04", 0.25), ("my-task", 0.412), ("NQ", 0.5)):
+        files.append(tmp_path / f"{name}.json")
+        files[-1].write_text(json.dumps(results("mine", **{name: {"ndcg_at_10": scores}})))
+    options = [word for file in files for word in ("--results", file)]
+    found = run("--table", "retromae-1", *options).output
+    papers, others = found.split("**Tasks that are no column of the tables asked for (nDCG@10, %)**")
+    assert "| 0.250 |" in papers and "| 0.500 |" in papers
+    assert cells(others) == {"model": ["my-task"], "---": ["---"], "**mine**": ["41.2"]}
+    # Table 2 has MRR and recall of NQ, which were not measured.
+    assert cells(run("--table", "retromae-2", *options).output.split("asked for")[1])["model"] == [
+        "Robust04", "my-task", "NQ",
+    ]  # fmt: skip
+    lines = run("--table", "retromae-1", *options, "--format", "csv").output.splitlines()
+    assert lines[-1] == "other,mine,measured,my-task,41.2,true"
+    assert "no column" not in run("--table", "retromae-1", "--results", files[0]).output
+
+
 def test_bad_input_is_one_line(tmp_path: Path):
     for content in (
         "nothing",

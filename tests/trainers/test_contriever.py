@@ -1,5 +1,7 @@
 """The contrastive rival as a whole: pairs from prepared groups, training, and the retriever that is left."""
 
+import json
+
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
@@ -67,7 +69,8 @@ def test_weights_choose_how_much_comes_of_each_set(prepared_folder):
     "options, message",
     [
         ({"inverse_cloze": -0.1}, "`inverse_cloze`"),
-        ({"cloze_unit": "word"}, "No unit 'word'"),
+        ({"cloze_unit": ["word"]}, "No unit 'word'"),
+        ({"train_sets": ["a"], "cloze_unit": ["line", "sentence"]}, "has 2 values for 1 `train_sets`"),
         ({"temperature": 0.0}, "`temperature`"),
         ({"train_sets": ["a"], "train_weights": [1.0, 2.0]}, "`train_weights`"),
     ],
@@ -75,6 +78,16 @@ def test_weights_choose_how_much_comes_of_each_set(prepared_folder):
 def test_what_cannot_be_is_refused_before_anything_is_read(options, message):
     with pytest.raises(ValueError, match=message):
         PairArguments(**options)
+
+
+def test_each_set_has_its_own_cloze_unit(tmp_path):
+    prose, code = tmp_path / "prose.jsonl", tmp_path / "code.jsonl"
+    prose.write_text(json.dumps(["One day\nit rained. Then the sun\ncame out again.", "And"]) + "\n")
+    code.write_text(json.dumps(["total = a + b\nreturn total + c", "pass"]) + "\n")
+    arguments = PairArguments(train_sets=[str(prose), str(code)], cloze_unit=["sentence", "line"], inverse_cloze=1.0)
+    queries = set(load_train_set(arguments, seed=0).queries)
+    assert queries <= {"One day\nit rained.", "Then the sun\ncame out again.", "total = a + b", "return total + c"}
+    assert len(queries) == 2
 
 
 def test_no_sets_and_sets_without_a_pair_are_one_clear_error(tmp_path):

@@ -90,20 +90,38 @@ def test_each_save_and_the_end_are_pushed_and_load_anywhere(hub, train, tmp_path
 
 
 @pytest.mark.slow
-def test_state_is_pushed_where_the_strategy_asks_and_can_be_resumed_from(hub, train, tmp_path):
+@pytest.mark.parametrize(
+    ("strategy", "folders"),
+    [("checkpoint", {"last-checkpoint": 2}), ("all_checkpoints", {"checkpoint-1": 1, "checkpoint-2": 2})],
+)
+def test_state_is_pushed_where_the_strategy_asks_and_can_be_resumed_from(hub, train, tmp_path, strategy, folders):
+    name = f"alice/{strategy}"
+    # On this machine one is kept; on the Hub as many as the strategy says.
     options = ["--hub_always_push", "true", "--save_total_limit", "1"]
-    done = train("retromae", tmp_path / "run", "--hub_model_id", "alice/all", "--hub_strategy", "checkpoint", *options)
+    done = train("retromae", tmp_path / "run", "--hub_model_id", name, "--hub_strategy", strategy, *options)
     assert done.code == 0, done.err[-3000:]
-    files = pushed(hub, "alice/all")
+    files = pushed(hub, name)
     assert not STATE & files.keys()
-    downloaded = tmp_path / "again" / "checkpoint-2"
-    for path, data in files.items():
-        if path.startswith("last-checkpoint/"):
-            assert str(tmp_path).encode() not in data, path
-            target = downloaded / path.removeprefix("last-checkpoint/")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(data)
-    assert STATE <= {path.name for path in downloaded.iterdir()} and damage(downloaded) is None
+    assert {path.partition("/")[0] for path in files if "checkpoint" in path} == folders.keys()
+    for folder, step in folders.items():
+        downloaded = tmp_path / "again" / f"checkpoint-{step}"
+        for path, data in files.items():
+            if path.startswith(f"{folder}/"):
+                assert str(tmp_path).encode() not in data, path
+                target = downloaded / path.removeprefix(f"{folder}/")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(data)
+        assert STATE <= {path.name for path in downloaded.iterdir()} and damage(downloaded) is None
+        assert json.loads((downloaded / "trainer_state.json").read_text())["global_step"] == step
+    # The first of them is gone on from here as it was there.
+    resumed = train("retromae", tmp_path / "resumed", "--hub_model_id", name, "--hub_strategy", "end",
+                    "--resume_from_checkpoint", str(tmp_path / "again" / f"checkpoint-{min(folders.values())}"),
+                    "--max_steps", "3")  # fmt: skip
+    assert resumed.code == 0, resumed.err[-3000:]
+
+
+@pytest.mark.slow
+def test_only_the_end_is_pushed_where_the_strategy_says_so(hub, train, tmp_path):
     ended = train("retromae", tmp_path / "end", "--hub_model_id", "alice/end", "--hub_strategy", "end")
     assert ended.code == 0 and hub.repositories["alice/end"].messages == ["initial commit", "End of training"]
 
