@@ -26,6 +26,7 @@ from typer.core import TyperGroup
 
 from hub_cards.checkpoints import model_type
 from hub_cards.commands import publishing
+from hub_cards.console import quiet
 from hub_cards.hub import one_line, require_here_or_hub
 from trainers.launching import LAUNCH_CONFIGS, Launch, is_launched, run_launched
 
@@ -110,6 +111,8 @@ def main(
 
     The usual order: prepare, train, export, evaluate, search. Each has its own --help with an example.
     """
+    if not debug:
+        quiet()
 
 
 @app.command("prepare", context_settings=FORWARD, add_help_option=False)

@@ -13,6 +13,7 @@ from typing import get_args, get_origin, get_type_hints
 import yaml
 from transformers import HfArgumentParser
 
+from hub_cards.console import quiet
 from hub_cards.hub import one_line
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -93,6 +94,7 @@ def run_script(main: Callable[[], None]) -> None:
 
     What other packages raise keeps its traceback, and so does all with REVELA_DEBUG=1.
     """
+    quiet()
     try:
         main()
     except (ValueError, OSError, ImportError) as error:
