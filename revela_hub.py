@@ -13,6 +13,7 @@ The commands import what they need when they run, so that `--help` answers at on
 
 import dataclasses
 import inspect
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -131,14 +132,27 @@ def prepare_text(ctx: typer.Context) -> None:
         """
         config = PrepareConfig(**options)
         try:
-            prepare(config)
+            summary = prepare(config)
         except KeyboardInterrupt:
             typer.echo(f"error: interrupted, so nothing was written to {config.out}.", err=True)
             raise typer.Exit(130) from None
-        recipe = "small-run" if config.method == "revela" else METHODS[config.method][1].split()[0]
-        typer.echo(f"Next: revela-hub train {config.method} {recipe} --train_sets {config.out}")
+        typer.echo(f"Next: {shlex.join(_next_command(config, summary))}")
 
     _run_fields(ctx, run, PrepareConfig, arguments=("source",))
+
+
+def _next_command(config, summary: dict) -> list[str]:
+    """What trains on a set that `prepare` has just made, with all that it needs."""
+    is_revela = config.method == "revela"
+    if is_revela:
+        options = ["small-run", "--retriever_name_or_path", "HuggingFaceTB/SmolLM2-135M"]
+    else:
+        options = [METHODS["retromae"][1].split()[0], "--encoder_name_or_path", config.tokenizer]
+    if is_revela and not summary["chunks"]["validation"]:
+        # The recipe picks the best checkpoint on held-out documents.
+        options += ["--eval_strategy", "no", "--load_best_model_at_end", "false"]
+    command = ["revela-hub", "train", config.method, *options]
+    return [*command, "--train_sets", config.out, "--output_dir", "run"]
 
 
 def _run_fields(ctx: typer.Context, function: Callable, *classes: type, arguments: Sequence[str]) -> None:

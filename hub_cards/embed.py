@@ -35,6 +35,7 @@ from accelerate.utils import broadcast_object_list, parse_flag_from_env
 from sentence_transformers import SentenceTransformer
 from tqdm.auto import tqdm
 
+from hub_cards.checkpoints import require_writable
 from hub_cards.encoding import load_model, model_fingerprint, prompts_used
 from hub_cards.search import iter_passages
 
@@ -83,6 +84,7 @@ class EmbedConfig:
             raise FileNotFoundError(f"There is no file or folder {self.corpus} to embed.")
         if Path(self.out).resolve().is_relative_to(Path(self.corpus).resolve()):
             raise ValueError(f"{self.out} lies in {self.corpus}, and would be read as part of it; choose another.")
+        require_writable(self.out, "--out")
 
 
 def embed(config: EmbedConfig) -> dict[str, Any]:
@@ -111,7 +113,7 @@ def embed(config: EmbedConfig) -> dict[str, Any]:
     if state.is_main_process:
         manifest = _manifest(config, model)
         _start(out, manifest)
-        plan = [manifest, [shard for shard in _shards(manifest) if not (out / shard.name).exists()]]
+        plan = [manifest, [shard for shard in _shards(manifest) if not _is_whole(out / shard.name, shard.texts)]]
     broadcast_object_list(plan)
     manifest, unfinished = plan
     own = {shard.index: shard for shard in unfinished[state.process_index :: state.num_processes]}
@@ -149,6 +151,25 @@ def _shards(manifest: dict[str, Any]) -> list[_Shard]:
         _Shard(index, f"embeddings-{index:05d}-of-{count:05d}{suffix}", min(size, texts - index * size))
         for index in range(count)
     ]
+
+
+def _is_whole(path: Path, texts: int) -> bool:
+    """Whether a shard is there with all its rows, told without reading its embeddings; a damaged one is removed."""
+    if not path.exists():
+        return False
+    try:
+        if path.suffix == ".npy":
+            with open(path.with_suffix(".jsonl"), "rb") as lines:
+                ids = sum(line.endswith(b"\n") for line in lines)
+            rows = {ids, len(np.load(path, mmap_mode="r"))}  # an error where the file is shorter than its header says
+        else:
+            rows = {pq.read_metadata(path).num_rows}  # written last
+    except (OSError, ValueError, EOFError):  # ValueError: ArrowInvalid as well
+        rows = set()
+    if rows != {texts}:
+        print(f"{path} is damaged, and is made again.", file=sys.stderr)
+        path.unlink()
+    return rows == {texts}
 
 
 def _hidden(state: PartialState) -> bool:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.util import is_sentence_transformer_model
 
 from hub_cards.backbones import set_pad_token
-from hub_cards.checkpoints import check_folder
+from hub_cards.checkpoints import check_folder, model_type
 from hub_cards.hub import explain, require_here_or_hub
 from hub_cards.ranking import as_tensor
 
@@ -25,11 +26,17 @@ def load_model(model: str | Path | SentenceTransformer, **options) -> SentenceTr
 
     Raises:
         FileNotFoundError: for a name that is no folder here, and cannot be an id on the Hub.
-        ValueError: naming what did not load, or what a folder holds that must not be loaded.
+        ValueError: naming what did not load, what a folder holds that must not be loaded, or the training checkpoint
+            that has to be exported first.
     """
     if isinstance(model, SentenceTransformer):
         return model
     require_here_or_hub(model)
+    if model_type(model) in ("revela", "retromae"):
+        raise ValueError(
+            f"{model} is a checkpoint that training wrote, and no retriever to encode with yet: make one of it first, "
+            f"with `revela-hub export {model} retriever/`."
+        )
     check_folder(model)
     try:
         options["model_kwargs"] = {**(options.get("model_kwargs") or {}), "use_safetensors": True}
@@ -41,7 +48,21 @@ def load_model(model: str | Path | SentenceTransformer, **options) -> SentenceTr
         raise ValueError(f"{model} does not load as a sentence-transformers model.{hint} ({reason})") from error
     if loaded.tokenizer is not None:
         set_pad_token(loaded.tokenizer)  # a raw decoder as baseline has none
+    if not is_sentence_transformer_model(str(model)):
+        read_plain_text(loaded)
     return loaded
+
+
+def read_plain_text(model: SentenceTransformer) -> None:
+    """
+    Have a language model embed a text as it stands, in place.
+
+    Since its release 6, sentence-transformers puts texts into the chat template of a tokenizer that has one, unless a
+    saved folder says otherwise; a retriever made from the same model here has its prompt and EOS around a text.
+    """
+    modalities = getattr(model[0], "modality_config", {})
+    if modalities.pop("message", None) is not None:
+        model[0].input_formatter.supported_modalities = list(modalities)
 
 
 def prompts_used(model: SentenceTransformer) -> dict[str, str]:

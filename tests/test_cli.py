@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -18,6 +20,8 @@ import revela_hub
 from hub_cards.embed import EmbedConfig
 from hub_cards.eos_tokenizer import append_eos
 from modeling_revela import RevelaForPreTraining
+from trainers import retromae, revela
+from trainers.arguments import parse_recipe
 from trainers.data.collator import GroupCollator
 from trainers.data.prepare import PrepareConfig
 from trainers.data.prepared import load_groups
@@ -137,6 +141,8 @@ def test_exported_checkpoint_is_measured_and_searched(checkpoint, prepared, text
     expected = float((losses * tokens).sum() / tokens.sum())
     assert rows[str(checkpoint)]["in_batch_loss"] == pytest.approx(expected, rel=1e-5)
 
+    done = run("search", checkpoint, text_folder, "a boat")
+    assert done.exit_code == 2 and f"first, with `revela-hub export {checkpoint} retriever/`" in done.stderr
     done = run("search", retriever, text_folder, "a boat on the river", "--top-k", 2)
     assert done.exit_code == 0, done.output
     assert "1. " in done.stdout and "2. " in done.stdout and "3. " not in done.stdout and ".txt#" in done.stdout
@@ -207,11 +213,30 @@ def test_train_help_shows_launching_and_the_fields_of_the_script(method, fields)
         assert "Table" in file.readline()
 
 
+def _next_arguments(output: str, script, training_arguments) -> tuple:
+    """What the script makes of the command that `prepare` prints."""
+    (command,) = re.findall("Next: revela-hub train (.*)", output)
+    classes = (script.ModelArguments, script.DataArguments, training_arguments)
+    return parse_recipe(classes, [*shlex.split(command)[1:], "--use_cpu", "true"])
+
+
+@pytest.mark.parametrize("share", [0, 0.3])
+def test_prepare_prints_a_next_command_that_runs(text_folder, tmp_path, share):
+    out = tmp_path / "my groups"
+    done = run("prepare", text_folder, "--out", out, "--validation-share", share, "--group-size", 4)
+    assert done.exit_code == 0, done.output
+    model, data, training = _next_arguments(done.stdout, revela, revela.RevelaTrainingArguments)
+    assert data.train_sets == [str(out)] and model.retriever_name_or_path and training.output_dir == "run"
+    assert (training.eval_strategy != "no") == training.load_best_model_at_end == (share > 0)
+
+
 def test_prepare_for_retromae_names_the_next_command(text_folder, tiny_bert_folder, tmp_path):
     options = ("--for", "retromae", "--tokenizer", tiny_bert_folder, "--max-seq-length", 64)
     done = run("prepare", text_folder, "--out", tmp_path / "out", *options)
     assert done.exit_code == 0, done.output
-    assert "Next: revela-hub train retromae retromae-bert-base-wikipedia-bookcorpus --train_sets" in done.stdout
+    model, data, training = _next_arguments(done.stdout, retromae, retromae.RetroMAETrainingArguments)
+    assert (model.encoder_name_or_path, data.train_sets) == (str(tiny_bert_folder), [str(tmp_path / "out")])
+    assert training.eval_strategy == "no"
     assert json.loads((tmp_path / "out" / "prepare.json").read_text())["settings"]["max_seq_length"] == 64
     done = run("prepare", text_folder, "--out", tmp_path / "b", "--for", "retromae")
     assert done.exit_code == 2 and "tokenizer is missing" in done.stderr

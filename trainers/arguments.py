@@ -56,10 +56,18 @@ def parse_recipe(
         args=argv, look_for_args_file=False, return_remaining_strings=True
     )
     if rest:
-        names = [option for action in parser._actions for option in action.option_strings]
-        near = get_close_matches(rest[0].partition("=")[0], names, n=1)
-        parser.error(f"no option {rest[0]}" + (f"; did you mean {near[0]}?" if near else ": see --help."))
+        near = _near(rest[0], [action.dest for action in parser._actions])
+        parser.error(f"no option {rest[0]}" + (f"; did you mean {near}?" if near else ": see --help."))
     return tuple(parsed)
+
+
+def _near(option: str, names: list[str]) -> str | None:
+    """The option that a wrong one may stand for: a short form (`--lr`), a part (`--batch_size`) or a misspelling."""
+    wrong = option.partition("=")[0].lstrip("-").replace("-", "_").lower()
+    short = [name for name in names if "".join(word[0] for word in name.split("_")) == wrong]
+    longer = [name for name in names if len(wrong) > 3 and wrong in name]
+    found = short or longer or get_close_matches(wrong, names, n=1, cutoff=0.7)
+    return " or ".join(f"--{name}" for name in found[:3]) or None
 
 
 def _take_nulls(hints: dict, argv: list[str]) -> tuple[list[str], list[str]]:

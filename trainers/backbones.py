@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterable
 
 from accelerate import PartialState
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hub_cards.backbones import positions
@@ -13,6 +14,17 @@ def say_once(message: str) -> None:
     """Log a warning, of all processes in the first."""
     if PartialState().is_main_process:
         logging.getLogger("trainers").warning(message)
+
+
+def leave_casting_to_autocast(model: nn.Module) -> None:
+    """
+    Have LoRA's layers take their inputs as they are, in place.
+
+    Autocast casts what a product needs; peft's own cast, to the adapters' float32, would copy every input twice.
+    """
+    for module in model.modules():
+        if hasattr(module, "cast_input_dtype_enabled"):
+            module.cast_input_dtype_enabled = False
 
 
 def room_taken(tokenizer: PreTrainedTokenizerBase, prompts: Iterable[str] = ("",)) -> int:

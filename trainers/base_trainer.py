@@ -26,6 +26,7 @@ from trainers import sharding
 from trainers.checkpoints import (
     ARGUMENTS,
     STAGING,
+    check_config,
     check_position,
     clear_output,
     load_tensors,
@@ -34,7 +35,6 @@ from trainers.checkpoints import (
     seal,
 )
 from trainers.mishaps import (
-    PREEMPTED,
     ROW_IDS,
     NamedRows,
     StopWhenTold,
@@ -261,6 +261,7 @@ class PretrainingTrainer(PushingTrainer):
         """
         folder = Path(self.args.output_dir)
         if resume_from_checkpoint is not None:
+            check_config(resume_from_checkpoint, self.model.config)
             check_position(resume_from_checkpoint, self._position())
             self._go_on_from(read_training_record(resume_from_checkpoint))
         elif self.args.should_save:
@@ -271,15 +272,7 @@ class PretrainingTrainer(PushingTrainer):
         self._began = time.time()
         self.accelerator.wait_for_everyone()
         self.train(resume_from_checkpoint=resume_from_checkpoint)
-        if self._stop.told:
-            if self.args.should_save:
-                checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-                print(
-                    f"Stopped by SIGTERM after step {self.state.global_step}, which is in {checkpoint}. Go on with "
-                    "--resume_from_checkpoint true.",
-                    file=sys.stderr,
-                )
-            sys.exit(PREEMPTED)
+        self._stop.leave_if_told(self.args, self.state)
         if self.args.load_best_model_at_end and self.state.best_global_step:
             self.facts["weights_of_step"] = self.state.best_global_step
         self.save_state()

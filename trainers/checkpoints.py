@@ -9,13 +9,14 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import TrainingArguments
+from transformers import PreTrainedConfig, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from hub_cards.card import TRAINING_RECORD
-from hub_cards.checkpoints import broken, model_type
+from hub_cards.checkpoints import broken, model_type, require_writable
+from hub_cards.privacy import hub_id
 
 # Where a checkpoint is written before it gets its name.
 STAGING = ".saving"
@@ -23,6 +24,11 @@ STAGING = ".saving"
 MANIFEST = "manifest.json"
 # The arguments of a run, and with them what decides where in the data a step stands.
 ARGUMENTS = "training_args.json"
+# Fields of a config that a run may go on with others of: how weights are held, read, written and named.
+_FREE = {
+    "architectures", "auto_map", "dtype", "embed_batch_size", "lm_generation_config", "save_backbones",
+    "transformers_version", "use_cache",
+}  # fmt: skip
 
 
 def seal(folder: Path) -> None:
@@ -117,9 +123,7 @@ def last_checkpoint(args: TrainingArguments) -> str | None:
         ValueError: if the checkpoint is damaged, naming the newest whole one.
     """
     folder = Path(args.output_dir)
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise PermissionError(f"{there} is no folder that can be written: choose another --output_dir.")
+    require_writable(folder, "--output_dir")
     checkpoints = _checkpoints(folder)
     resume = str(args.resume_from_checkpoint or "false")
     if resume.lower() in ("true", "last"):
@@ -198,9 +202,54 @@ def check_position(checkpoint: str | Path, now: dict) -> None:
             )
 
 
+def check_config(checkpoint: str | Path, now: PreTrainedConfig) -> None:
+    """
+    Compare the config of the model that a run is to go on with to that of a checkpoint, whose weights it takes over.
+
+    Args:
+        now: what the run's options made.
+
+    Raises:
+        ValueError: naming each option that changed, with both of its values.
+    """
+    before = _options_of(type(now).from_pretrained(checkpoint).to_dict())
+    after = _options_of(now.to_dict())
+    changed = [
+        f"`{name}` {before[name]!r}, not {after[name]!r}"
+        for name in before
+        if name in after and before[name] != after[name]
+    ]
+    if changed:
+        raise ValueError(
+            f"{checkpoint} was trained with {', '.join(changed[:5])}{' and more' if len(changed) > 5 else ''}: go on "
+            "with the values that it was trained with, or train anew into another --output_dir."
+        )
+
+
+def _options_of(config: dict, prefix: str = "") -> dict:
+    """The fields of a config by the names that they have as options, those of its parts under `part.name`."""
+    options = {}
+    for name, value in config.items():
+        if name in _FREE or name.startswith("_") or name.endswith("_revision"):
+            continue
+        if name.endswith("_name_or_path"):
+            # A folder may have been moved; a Hub id is what it was.
+            if hub_id(value):
+                options[prefix + name] = value
+        elif name in ("retriever_lora", "lm_lora"):
+            fields = {"r": 0} if value is None else value
+            options |= {f"{name}_{field.removeprefix('lora_')}": fields[field] for field in fields}
+        elif isinstance(value, dict) and "model_type" in value:
+            options |= _options_of(value, f"{prefix}{name}.")
+        else:
+            options[prefix + name] = value
+    return options
+
+
 __all__ = [
     "ARGUMENTS",
     "STAGING",
+    "check_config",
     "check_position",
     "clear_output",
     "damage",

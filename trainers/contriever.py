@@ -17,6 +17,8 @@ In order:
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from datasets import Dataset
+
 from trainers.arguments import parse_recipe, run_script
 from trainers.checks import cap_workers, check_at_least, check_steps, check_weights
 from trainers.data.prepared import load_groups, mix_sets
@@ -47,18 +49,32 @@ class RawTextArguments:
     inverse_cloze: float = field(
         default=0.5, metadata={"help": "Share of pairs made by inverse cloze; the rest by independent cropping."}
     )
-    cloze_unit: str = field(
-        default="sentence", metadata={"help": "What inverse cloze takes out: sentence (prose) or line (code)."}
+    cloze_unit: list[str] = field(
+        default_factory=lambda: ["sentence"],
+        metadata={"help": "What inverse cloze takes out: sentence (prose) or line (code); for all sets, or one each."},
     )
     language: str = field(default="en", metadata={"help": "ISO 639 code for the sentences' ends."})
 
     def __post_init__(self):
         check_at_least(self, validation_groups=1)
         check_weights(self.train_sets, self.train_weights)
-        next(self.pseudo_pairs([], 0), None)  # raises for a share or a unit that there is not
+        if len(self.cloze_unit) not in (1, len(self.train_sets)):
+            raise ValueError(
+                f"`cloze_unit` has {len(self.cloze_unit)} values for {len(self.train_sets)} `train_sets`: give one or "
+                "one each."
+            )
+        for unit in self.cloze_unit:
+            next(pseudo_pairs([], 0, self.inverse_cloze, unit), None)  # raises for a share or unit that there is not
+
+    def load_groups(self, name: str, split: str) -> Dataset:
+        """A prepared set, with what inverse cloze takes out of its chunks."""
+        groups = load_groups(name, split)
+        units = dict(zip(self.train_sets, self.cloze_unit, strict=False))
+        return groups.add_column("cloze_unit", [units.get(name, self.cloze_unit[0])] * len(groups))
 
     def pseudo_pairs(self, groups: Iterable, seed: int) -> Iterable[tuple[str, str]]:
-        return pseudo_pairs(groups, seed, self.inverse_cloze, self.cloze_unit, self.language)
+        """The pairs of the contrastive method, which the others are measured on."""
+        return pseudo_pairs(groups, seed, self.inverse_cloze, language=self.language)
 
     def training_pairs(self, groups: Iterable, seed: int) -> Iterable[tuple[str, str]]:
         """What is trained on."""
@@ -97,7 +113,7 @@ def load_train_set(arguments: RawTextArguments, seed: int) -> TrainingSet:
     names, weights = arguments.train_sets, arguments.train_weights
     if not names:
         raise ValueError("`train_sets` is empty: name at least one folder that `revela-hub prepare` wrote.")
-    sets = [load_groups(name, "train") for name in names]
+    sets = [arguments.load_groups(name, "train") for name in names]
     groups = sets[0]
     if len(sets) > 1:
         groups = mix_sets(sets, [len(rows) for rows in sets] if weights is None else weights, seed)
@@ -114,7 +130,7 @@ def describe_raw_text(method: str, arguments: RawTextArguments, options: tuple, 
 def load_validation_set(arguments: RawTextArguments, seed: int) -> DevelopmentSet:
     """The pairs cut from held-out documents; a query's one relevant passage is the one it was cut from."""
     name = arguments.validation_set or arguments.train_sets[0]
-    groups = load_groups(name, "validation")
+    groups = arguments.load_groups(name, "validation")
     groups = groups.select(range(min(len(groups), arguments.validation_groups)))
     rows = _training_set(arguments, arguments.pseudo_pairs(groups, seed), name)
     return DevelopmentSet(
@@ -131,7 +147,8 @@ def _training_set(arguments: RawTextArguments, pairs: Iterable[tuple[str, str]],
     if not builder.set.queries:
         raise DataError(
             f"No pair can be cut from {where}: every document has one chunk in its group, of less than two "
-            f"{arguments.cloze_unit}s. Prepare it with more chunks of a document a group, or pass --inverse_cloze."
+            f"{' or '.join(arguments.cloze_unit)}s. Prepare it with more chunks of a document a group, or pass "
+            "--inverse_cloze."
         )
     return builder.finish(where)
 

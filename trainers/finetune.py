@@ -32,9 +32,11 @@ from sentence_transformers import CrossEncoder
 from transformers import set_seed
 
 from hub_cards.card import TRAINING_RECORD, read_training_record
+from hub_cards.checkpoints import require_writable
 from hub_cards.encoding import prompts_used
 from modeling_revela.configuration_revela import check_matryoshka_dims
 from trainers.arguments import parse_recipe, run_script
+from trainers.backbones import leave_casting_to_autocast
 from trainers.checks import cap_workers, check_at_least, check_choice, check_steps
 from trainers.distillation import load_cross_encoder, score_rows, train_cross_encoder
 from trainers.finetune_data import (
@@ -212,6 +214,7 @@ class Finetuning:
                 f"One process sees {args.n_gpu} GPUs: start one a GPU with `accelerate launch --multi_gpu`, or set "
                 "CUDA_VISIBLE_DEVICES to one of them."
             )
+        require_writable(args.output_dir, "--output_dir")
         if args.eval_strategy != "no" and development is None:
             raise ValueError("There is nothing to evaluate on: name a --dev_set, or leave eval_strategy at no.")
         set_seed(args.seed)
@@ -226,6 +229,8 @@ class Finetuning:
         if args.device.type == "cpu" and args.bf16:
             # The fused kernel's backward in bf16 on a CPU is several times slower than plain products.
             self.model.transformers_model.set_attn_implementation("eager")
+        if args.bf16 or args.fp16:
+            leave_casting_to_autocast(self.model)
         self.args = copy.copy(args)
         self.folder = Path(args.output_dir)
         if self.args.metric_for_best_model == "eval_dev_cosine_ndcg@10":
@@ -253,6 +258,7 @@ class Finetuning:
             "method": asdict(self.method),
             "pairs": len(self.data.pairs),
             "documents": len(self.data.documents),
+            "data": self.data.digest,
             "seed": args.seed,
             "queries_a_step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
         }
@@ -391,6 +397,7 @@ class Finetuning:
                 self.make_trainer(self.rows(None))._load_from_checkpoint(checkpoint)
             trainer = self.make_trainer(self.round_rows(begins[index]), stop_at, is_first=index == 0)
             trainer.train(resume_from_checkpoint=checkpoint)
+            trainer.stop.leave_if_told(self.args, trainer.state)
             if self.args.save_strategy == "no" and checkpoint is not None and PartialState().is_main_process:
                 # Only a round's end asked for it; it has served.
                 if Path(checkpoint).parent == self.folder and step_of(checkpoint) == begins[index]:
@@ -468,12 +475,12 @@ def run_to_end(run: Finetuning) -> FinetuneTrainer:
         if args.load_best_model_at_end and trainer.state.best_global_step:
             record["weights_of_step"] = trainer.state.best_global_step
         write_training_record(run.folder / TRAINING_RECORD, record)
-        save_result(run.model, run.folder)
+        saved = save_result(run.model, run.folder)
         with suppress(OSError):
             (run.folder / "eval").rmdir()  # made for evaluators that write files, which this one does not
     state.wait_for_everyone()
     if args.push_to_hub and state.is_main_process:
-        run.model.push_to_hub(args.hub_model_id or run.folder.name, private=bool(args.hub_private_repo))
+        trainer.push_saved([*saved, TRAINING_RECORD])
     return trainer
 
 

@@ -1,10 +1,13 @@
 """What fine-tuning reads: queries, their relevant documents and hard negatives, from the formats of the field."""
 
 import csv
+import hashlib
+import json
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,16 @@ class TrainingSet:
     def pairs(self) -> list[tuple[int, int]]:
         """(query, positive document), one training example each."""
         return [(query, document) for query, documents in enumerate(self.positives) for document in documents]
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of all that is in it."""
+        found = hashlib.blake2b(digest_size=16)
+        for texts in (self.queries, self.documents):
+            for text in texts:
+                found.update(text.encode("utf-8", "surrogatepass") + b"\0")
+        found.update(json.dumps([self.positives, self.negatives]).encode())
+        return found.hexdigest()
 
 
 @dataclass

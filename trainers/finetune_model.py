@@ -16,7 +16,7 @@ from torch import nn
 from hub_cards.backbones import positions, set_pad_token
 from hub_cards.checkpoints import check_folder, model_type
 from hub_cards.doors import copy_code, record_dims, write_for_servers
-from hub_cards.encoding import prompts_used
+from hub_cards.encoding import prompts_used, read_plain_text
 from hub_cards.eos_tokenizer import append_eos, save_tokenizer
 from modeling_revela.configuration_revela import check_matryoshka_dims
 from trainers.backbones import check_positions, check_room, fit_vocabulary, room_taken
@@ -97,6 +97,7 @@ def load_model(arguments: ModelArguments, matryoshka_dims: list[int] | None = No
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ValueError(f"{name} does not load as an encoder or retriever: {reason}") from error
     if not is_retriever:
+        read_plain_text(model)
         model = _with_pooling(model, arguments.pooling or "cls", arguments.similarity or "cosine")
     elif arguments.similarity is not None:
         model.similarity_fn_name = arguments.similarity
@@ -174,12 +175,15 @@ def merge_adapters(model: SentenceTransformer) -> None:
     del model[0].auto_model.peft_config
 
 
-def save_result(model: SentenceTransformer, folder: str | os.PathLike) -> None:
+def save_result(model: SentenceTransformer, folder: str | os.PathLike) -> list[str]:
     """
     Write the retriever as a sentence-transformers folder; `modules.json`, which makes it one, comes last.
 
     Prompts, pooling, similarity and length are the model's. A published Revela retriever keeps its `revela` record,
     brought up to date, and the code that the record is for, so that it opens by all its doors as before.
+
+    Returns:
+        The names of the files and folders of it.
     """
     folder = Path(folder)
     staging = folder / STAGING
@@ -191,12 +195,14 @@ def save_result(model: SentenceTransformer, folder: str | os.PathLike) -> None:
     _write_for_servers(model, staging)
     if getattr(model[0].auto_model.config, "revela", None) is not None:
         copy_code(staging)
-    for path in sorted(staging.iterdir(), key=lambda path: path.name == "modules.json"):
+    paths = sorted(staging.iterdir(), key=lambda path: path.name == "modules.json")
+    for path in paths:
         target = folder / path.name
         if target.is_dir():
             shutil.rmtree(target)
         os.replace(path, target)
     staging.rmdir()
+    return [path.name for path in paths]
 
 
 def _write_for_servers(model: SentenceTransformer, folder: Path) -> None:
@@ -207,6 +213,8 @@ def _write_for_servers(model: SentenceTransformer, folder: Path) -> None:
         return
     if not model[1].include_prompt or model.max_seq_length is None:
         return
+    if "message" in getattr(model[0], "modality_config", ()):
+        return  # another's retriever, of chat templates, which servers do not put around a text
     write_for_servers(
         folder,
         size=model.get_embedding_dimension(),

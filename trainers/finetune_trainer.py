@@ -32,6 +32,8 @@ from hub_cards.eos_tokenizer import save_tokenizer
 from trainers.checkpoints import last_checkpoint
 from trainers.finetune_data import DevelopmentSet
 from trainers.finetune_model import STAGING, has_adapters
+from trainers.mishaps import StopWhenTold
+from trainers.pushing import PushingTrainer
 from trainers.record import write_record as write_training_record
 
 RECORD, NEGATIVES, CROSS_ENCODER = "finetune.json", "negatives", "cross_encoder"
@@ -74,7 +76,7 @@ class FinetuneTrainingArguments(SentenceTransformerTrainingArguments):
         super().__post_init__()
 
 
-class FinetuneTrainer(SentenceTransformerTrainer):
+class FinetuneTrainer(PushingTrainer, SentenceTransformerTrainer):
     """
     sentence-transformers' trainer, with checkpoints that hold no pickled arguments, and adapters alone under LoRA.
 
@@ -84,6 +86,14 @@ class FinetuneTrainer(SentenceTransformerTrainer):
     """
 
     describe: Callable[[int], dict] | None = None
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.stop = StopWhenTold(self.accelerator)
+        self.add_callback(self.stop)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Nothing: what goes to the Hub is the retriever at the end."""
 
     def _save(self, output_dir=None, state_dict=None) -> None:
         folder = Path(self.args.output_dir if output_dir is None else output_dir)

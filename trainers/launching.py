@@ -75,7 +75,8 @@ def _run_group(command: list[str], environment: Mapping[str, str]) -> int:
     Run a command as a group of processes that gets the signals we get, and wait for all of the group.
 
     accelerate starts a single process as a child of its own and hands it no signal on: stopped alone, it would leave
-    the training running.
+    the training running. Where we are killed outright, a watcher sends the group SIGTERM: it would write on beside the
+    run that takes its place.
     """
     told: list[int] = []
 
@@ -86,6 +87,9 @@ def _run_group(command: list[str], environment: Mapping[str, str]) -> int:
             os.killpg(process.pid, signal.SIGTERM if number == signal.SIGHUP else number)
 
     process = subprocess.Popen(command, env=environment, start_new_session=True)
+    # Its input ends when we do, and bears a line where nothing is left to stop.
+    watch = ["sh", "-c", 'read -r _ || kill -s TERM -- "-$0"', str(process.pid)]
+    watcher = subprocess.Popen(watch, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
     before = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
@@ -95,6 +99,7 @@ def _run_group(command: list[str], environment: Mapping[str, str]) -> int:
             while True:
                 os.killpg(process.pid, 0)
                 time.sleep(0.2)
+        watcher.communicate(b"\n")
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

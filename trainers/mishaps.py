@@ -2,11 +2,13 @@
 
 import json
 import signal
+import sys
 import threading
 from pathlib import Path
 
 import torch
 from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 # The exit status of a run that SIGTERM ended: 128 + 15, as shells have it.
 PREEMPTED = 143
@@ -38,6 +40,19 @@ class StopWhenTold(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
+
+    def leave_if_told(self, args, state) -> None:
+        """Raises SystemExit with status 143 if SIGTERM ended the training; says where the checkpoint is."""
+        if not self.told:
+            return
+        if args.should_save:
+            checkpoint = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            print(
+                f"Stopped by SIGTERM after step {state.global_step}, which is in {checkpoint}. Go on with "
+                "--resume_from_checkpoint true.",
+                file=sys.stderr,
+            )
+        sys.exit(PREEMPTED)
 
 
 def any_process(accelerator, flag: bool) -> bool:

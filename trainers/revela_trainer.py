@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from hub_cards.validation import retrieval_gain, sibling_retrieval
+from trainers.backbones import leave_casting_to_autocast
 from trainers.base_trainer import PretrainingArguments, PretrainingTrainer
 from trainers.checks import check_at_least
 from trainers.data.neighbours import neighbour_groups
@@ -86,11 +87,7 @@ class RevelaTrainer(PretrainingTrainer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         if self.args.bf16 or self.args.fp16:
-            for module in self.model.modules():
-                # Autocast casts what a product needs; peft's own cast, to the adapters' float32, would copy every
-                # input twice.
-                if hasattr(module, "cast_input_dtype_enabled"):
-                    module.cast_input_dtype_enabled = False
+            leave_casting_to_autocast(self.model)
         self._pictures: list[dict] = []
         self._neighbours: dict = {"step": 0, "groups": []}
         self.add_callback(_PictureStart(self))

@@ -95,6 +95,24 @@ def test_finished_shards_stay_and_missing_ones_are_made_again(tiny_path, corpus,
     assert {file for file, stat in written.items() if file.stat().st_mtime_ns != stat.st_mtime_ns} == {lost}
 
 
+@pytest.mark.parametrize(
+    ("format", "damaged"),
+    [("parquet", [".parquet"]), ("numpy", [".npy"]), ("numpy", [".jsonl"]), ("numpy", [".npy", ".jsonl"])],
+)
+def test_damaged_shards_are_made_again(tiny_path, corpus, tmp_path, capsys, format, damaged):
+    config = EmbedConfig(tiny_path, str(corpus), str(tmp_path / "out"), shard_size=100, format=format)
+    embed(config)
+    before = contents(tmp_path / "out")
+    for number, size in ((1, 0.5), (2, 0)):
+        for suffix in damaged:
+            file = tmp_path / "out" / f"embeddings-0000{number}-of-00004{suffix}"
+            os.truncate(file, int(file.stat().st_size * size))
+    embed(config)
+    told = capsys.readouterr()
+    assert "Embedded 200 of 400 texts" in told.out and "-00001-of-00004" in told.err
+    assert contents(tmp_path / "out") == before
+
+
 def test_another_model_corpus_or_setting_is_refused(tiny_path, corpus, tmp_path):
     out, other = tmp_path / "out", tmp_path / "other"
     embed(EmbedConfig(tiny_path, str(corpus), str(out)))
@@ -134,6 +152,12 @@ def test_what_cannot_be_embedded_is_an_error(tiny_path, corpus, tmp_path):
         EmbedConfig(tiny_path, str(tmp_path / "nowhere"), str(tmp_path / "out"))
     with pytest.raises(ValueError, match="would be read as part of it"):
         EmbedConfig(tiny_path, str(corpus.parent), str(corpus.parent / "out"))
+    (tmp_path / "file").touch()
+    with pytest.raises(PermissionError, match="file is no folder that can be written .*another --out"):
+        EmbedConfig(tiny_path, str(corpus), str(tmp_path / "file" / "out"))
+    if Path("/proc/self").exists():
+        with pytest.raises(PermissionError, match="/proc is no folder that can be written .*another --out"):
+            EmbedConfig(tiny_path, str(corpus), "/proc/x")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "other.txt").write_text("")
     with pytest.raises(FileExistsError, match="holds no embed.json"):
@@ -168,9 +192,10 @@ def test_a_killed_run_goes_on_to_the_same_files(tiny_path, corpus, tmp_path, pro
     while len(list(out.glob("*.parquet"))) < 3:
         assert run.poll() is None, output.read_text()
         time.sleep(0.005)
-    for process in (*psutil.Process(run.pid).children(recursive=True), run):
-        process.kill()
-        process.wait()
+    started = psutil.Process(run.pid).children(recursive=True)
+    run.kill()
+    run.wait()
+    assert not psutil.wait_procs(started, timeout=60)[1], "a process went on alone"
     finished = {file.name: file.stat().st_mtime_ns for file in out.glob("*.parquet")}
     assert 3 <= len(finished) < 200
     assert start(*arguments, output=output).wait(timeout=300) == 0, output.read_text()

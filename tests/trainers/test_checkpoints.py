@@ -218,6 +218,41 @@ def test_resuming_at_another_place_in_the_data_is_refused(
         run_training(tmp_path, model=lora, resume_from_checkpoint=str(finished_run / "checkpoint-2"), **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"similarity_temperature": 0.5}, "trained with `similarity_temperature` 0.01, not 0.5: "),
+        (
+            {"query_prompt": "foo: ", "pooling": "mean"},
+            "with `pooling` 'eos', not 'mean', `query_prompt` 'query: ', not 'foo: ': .* another --output_dir",
+        ),
+        ({"in_batch_gate": False, "v_norm": False}, "`v_norm` True, not False, `in_batch_gate` True, not False"),
+        ({"retriever_lora_r": 8}, "with `retriever_lora_alpha` 4, not 8, `retriever_lora_r` 4, not 8: "),
+        ({"retriever_lora_r": 0}, "with `retriever_lora_r` 4, not 0: "),
+        ({"lm_lora_r": 0, "freeze_lm": True}, "`freeze_lm` False, not True, `lm_lora_r` 4, not 0"),
+    ],
+)
+def test_resuming_with_other_options_of_the_model_is_refused(
+    finished_run, run_training, lora, tmp_path, options, message
+):
+    with pytest.raises(ValueError, match=f"checkpoint-1 was .*{message}"):
+        run_training(tmp_path, model=lora | options, resume_from_checkpoint=str(finished_run / "checkpoint-1"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_backbone_is_refused_and_a_moved_one_is_not(
+    finished_run, run_training, lora, tiny_lm_folder, tmp_path
+):
+    moved = shutil.copytree(tiny_lm_folder, tmp_path / "moved")
+    model = lora | {"retriever_name_or_path": str(moved), "embed_batch_size": 2, "dtype": "bfloat16"}
+    checkpoint = str(finished_run / "checkpoint-1")
+    run_training(tmp_path / "out", model=model, resume_from_checkpoint=checkpoint, max_steps=2)
+    config = json.loads((moved / "config.json").read_text()) | {"rms_norm_eps": 1e-3}
+    (moved / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="`lm_config.rms_norm_eps` 1e-06, not 0.001"):
+        run_training(tmp_path / "out", model=model, resume_from_checkpoint=checkpoint)
+
+
 def test_resume_without_a_checkpoint_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="no checkpoint to resume from"):
         last_checkpoint(arguments(tmp_path, resume_from_checkpoint="true"))
@@ -292,12 +327,13 @@ def test_a_run_that_cannot_start_deletes_nothing(earlier_run, run_training, lora
 
 def test_output_that_cannot_be_written_is_found_out_at_the_start(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(PermissionError, match="file is no folder that can be written"):
+    with pytest.raises(PermissionError, match="file is no folder that can be written .*another --output_dir"):
         last_checkpoint(arguments(tmp_path / "file" / "run"))
-    if os.access("/sys", os.W_OK):
-        return  # nothing here that is mounted read-only
-    with pytest.raises(PermissionError, match="/sys is no folder that can be written"):
-        last_checkpoint(arguments(Path("/sys/run")))
+    last_checkpoint(arguments(tmp_path / "new" / "run"))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    if Path("/proc/self").exists():  # where nobody may write, root included
+        with pytest.raises(PermissionError, match="/proc is no folder that can be written .*another --output_dir"):
+            last_checkpoint(arguments(Path("/proc/x/run")))
 
 
 def test_checkpoints_of_another_model_are_not_overwritten(tiny_bert_folder, tmp_path):

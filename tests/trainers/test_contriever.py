@@ -1,8 +1,14 @@
 """The contrastive rival as a whole: pairs from prepared groups, training, and the retriever that is left."""
 
+import json
+import os
+import signal
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
+from transformers import TrainerCallback
 
 from trainers import contriever
 from trainers.arguments import parse_recipe
@@ -67,7 +73,8 @@ def test_weights_choose_how_much_comes_of_each_set(prepared_folder):
     "options, message",
     [
         ({"inverse_cloze": -0.1}, "`inverse_cloze`"),
-        ({"cloze_unit": "word"}, "No unit 'word'"),
+        ({"cloze_unit": ["word"]}, "No unit 'word'"),
+        ({"train_sets": ["a"], "cloze_unit": ["line", "sentence"]}, "has 2 values for 1 `train_sets`"),
         ({"temperature": 0.0}, "`temperature`"),
         ({"train_sets": ["a"], "train_weights": [1.0, 2.0]}, "`train_weights`"),
     ],
@@ -75,6 +82,16 @@ def test_weights_choose_how_much_comes_of_each_set(prepared_folder):
 def test_what_cannot_be_is_refused_before_anything_is_read(options, message):
     with pytest.raises(ValueError, match=message):
         PairArguments(**options)
+
+
+def test_each_set_has_its_own_cloze_unit(tmp_path):
+    prose, code = tmp_path / "prose.jsonl", tmp_path / "code.jsonl"
+    prose.write_text(json.dumps(["One day\nit rained. Then the sun\ncame out again.", "And"]) + "\n")
+    code.write_text(json.dumps(["total = a + b\nreturn total + c", "pass"]) + "\n")
+    arguments = PairArguments(train_sets=[str(prose), str(code)], cloze_unit=["sentence", "line"], inverse_cloze=1.0)
+    queries = set(load_train_set(arguments, seed=0).queries)
+    assert queries <= {"One day\nit rained.", "Then the sun\ncame out again.", "total = a + b", "return total + c"}
+    assert len(queries) == 2
 
 
 def test_no_sets_and_sets_without_a_pair_are_one_clear_error(tmp_path):
@@ -91,3 +108,34 @@ def test_the_script_teaches(capsys):
         contriever.main(["--help"])
     shown = capsys.readouterr().out
     assert "inverse cloze" in shown and "--cloze_unit" in shown
+
+
+def test_sigterm_leaves_a_checkpoint_that_the_same_data_goes_on_from(tiny_lm_folder, prepared_folder, tmp_path):
+    class Told(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def run(folder, callbacks=None, inverse_cloze=0.5, **options):
+        args = FinetuneTrainingArguments(
+            output_dir=str(folder),
+            max_steps=4,
+            per_device_train_batch_size=2,
+            save_strategy="no",
+            use_cpu=True,
+            report_to="none",
+            **options,
+        )
+        pairs = PairArguments(train_sets=[str(prepared_folder)], inverse_cloze=inverse_cloze)
+        train(ModelArguments(str(tiny_lm_folder), pooling="eos", lora_r=2, max_length=48), pairs, args, callbacks)
+        return load_file(folder / "model.safetensors")
+
+    whole = run(tmp_path / "whole")
+    with pytest.raises(SystemExit) as left:
+        run(tmp_path / "told", [Told()])
+    assert left.value.code == 143 and (tmp_path / "told" / "checkpoint-2").is_dir()
+    with pytest.raises(ValueError, match="had data"):
+        run(tmp_path / "told", inverse_cloze=0.9, resume_from_checkpoint="true")
+    resumed = run(tmp_path / "told", resume_from_checkpoint="true")
+    for name, value in whole.items():
+        torch.testing.assert_close(resumed[name], value, msg=name)

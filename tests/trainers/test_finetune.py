@@ -12,13 +12,14 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, TrainerCallback
 
 from hub_cards.encoding import encode, prompts_used
+from hub_cards.encoding import load_model as load_retriever
 from hub_cards.export import publish
 from modeling_revela import RevelaForPreTraining
 from tests.trainers.finetune_sets import make_encoder, make_task
 from trainers import finetune as script
 from trainers.arguments import RECIPES, parse_recipe
 from trainers.finetune import DataArguments, MethodArguments, train
-from trainers.finetune_model import ModelArguments, load_model, merge_adapters
+from trainers.finetune_model import ModelArguments, load_model, merge_adapters, save_result
 from trainers.finetune_trainer import FinetuneTrainingArguments, make_loss
 from trainers.hard_negatives import load_tensors
 
@@ -415,6 +416,8 @@ def test_models_and_folders_that_cannot_be_are_refused(finetune, dpr, tmp_path, 
     (tmp_path / "foreign" / "model.safetensors").touch()
     with pytest.raises(FileExistsError, match="no fine-tuning run"):
         finetune(tmp_path / "foreign", overwrite_output=True)
+    with pytest.raises(PermissionError, match="safetensors is no folder that can be written .*another --output_dir"):
+        finetune(tmp_path / "foreign" / "model.safetensors" / "out")
     with pytest.raises(FileNotFoundError, match="no checkpoint to resume from"):
         finetune(tmp_path / "out", resume_from_checkpoint="true")
     (tmp_path / "rows.jsonl").write_text('{"query": "w1", "positive": "w2"}\n' * 2)
@@ -472,3 +475,19 @@ def test_what_lora_added_to_bfloat16_weights_is_not_rounded_away(dpr):
     wanted = encode(copy.deepcopy(model).float(), texts, "query")
     merge_adapters(model)
     torch.testing.assert_close(encode(model, texts, "query"), wanted)
+
+
+def test_an_instruct_lm_embeds_plain_text_in_training_and_when_saved(tiny_lm_folder, tmp_path):
+    """sentence-transformers 6 embeds with the tokenizer's chat template what it makes of a plain LM."""
+    chatty = tmp_path / "chatty"
+    shutil.copytree(tiny_lm_folder, chatty)
+    (chatty / "chat_template.jinja").write_text("{% for m in messages %}<s>chat {{ m['content'] }}{% endfor %}")
+    texts = ["bato w1", "cula w2 w3"]
+    model = load_model(ModelArguments(str(chatty), pooling="eos", query_prompt="query: "))
+    plain = load_model(ModelArguments(str(tiny_lm_folder), pooling="eos", query_prompt="query: "))
+    wanted = encode(plain, texts, "query")
+    torch.testing.assert_close(encode(model, texts, "query"), wanted)
+    save_result(model, tmp_path / "saved")
+    torch.testing.assert_close(encode(SentenceTransformer(str(tmp_path / "saved")), texts, "query"), wanted)
+    raw = [load_retriever(folder).encode(texts) for folder in (chatty, tiny_lm_folder)]
+    assert (raw[0] == raw[1]).all()

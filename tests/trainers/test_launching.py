@@ -46,6 +46,43 @@ def test_launch_options_fit_config_and_machine(tmp_path, monkeypatch):
     assert command() == ([], without)
 
 
+JOB = """
+import pathlib, signal, time
+
+def end(*_):
+    pathlib.Path("saved").touch()
+    raise SystemExit(143)
+
+signal.signal(signal.SIGTERM, end)
+pathlib.Path("started").touch()
+time.sleep(300)
+"""
+
+
+def start(folder: Path, job: str, processes: int) -> subprocess.Popen:
+    """A process that launches a job, which says so of each process that has begun."""
+    (folder / "job.py").write_text(job)
+    options = f"Launch('cpu', {processes}, main_process_port=0).command({str(folder / 'job.py')!r})[0]"
+    code = f"import sys; from trainers.launching import *; sys.exit(run_launched({options}))"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    run = subprocess.Popen([sys.executable, "-c", code], cwd=folder, env=environment)
+    while len(list(folder.glob("started*"))) < processes:
+        assert run.poll() is None
+        time.sleep(0.1)
+    return run
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
+def test_a_closed_terminal_and_a_killed_launcher_end_the_job_as_sigterm_does(tmp_path, number):
+    run = start(tmp_path, JOB, 1)
+    run.send_signal(number)
+    assert run.wait(timeout=60) == (-number if number == signal.SIGKILL else 128 + number)
+    end = time.time() + 20
+    while not (tmp_path / "saved").exists():
+        assert time.time() < end, "the job runs on"
+        time.sleep(0.1)
+
+
 LONG_STEP = """
 import os, pathlib, signal, time
 
@@ -62,14 +99,7 @@ time.sleep(300)
 
 @pytest.mark.slow  # waits longer than the 30 seconds that torch's launcher gives
 def test_a_step_of_more_than_half_a_minute_is_waited_for(tmp_path):
-    (tmp_path / "job.py").write_text(LONG_STEP)
-    options = f"Launch('cpu', 2, main_process_port=0).command({str(tmp_path / 'job.py')!r})[0]"
-    code = f"import sys; from trainers.launching import *; sys.exit(run_launched({options}))"
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    run = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment)
-    while len(list(tmp_path.glob("started-*"))) < 2:
-        assert run.poll() is None
-        time.sleep(0.1)
+    run = start(tmp_path, LONG_STEP, 2)
     run.send_signal(signal.SIGTERM)
     assert run.wait(timeout=120) == 143
     assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}

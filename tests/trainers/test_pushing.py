@@ -35,6 +35,8 @@ def train(client, tiny_lm_folder, prepared_folder, mlm_folder, sequences_folder)
             "revela": ["--retriever_name_or_path", tiny_lm_folder, "--train_sets", prepared_folder, "--lm_lora_r", 2],
             "retromae": ["--encoder_name_or_path", mlm_folder["plain"], "--train_sets", sequences_folder,
                          "--max_seq_length", 48, "--per_device_train_batch_size", 4],
+            "contriever": ["--model_name_or_path", tiny_lm_folder, "--train_sets", prepared_folder, "--lora_r", 2,
+                           "--pooling", "eos", "--max_length", 48, "--per_device_train_batch_size", 2],
         }[method]  # fmt: skip
         common = "--use_cpu true --max_steps 2 --save_steps 1 --report_to none --disable_tqdm true --push_to_hub true"
         arguments = [*map(str, model), "--output_dir", str(output_dir), *common.split(), *options]
@@ -136,3 +138,15 @@ def test_failed_pushes_are_told_and_the_run_is_saved(hub, train, tmp_path):
     hub.faults.clear()
     done = train("retromae", tmp_path / "second", "--hub_model_id", "alice/failed", token="hf_wrong")
     assert done.code == 2 and "error: The Hub does not know the token in HF_TOKEN: make one at" in done.err
+
+
+def test_a_fine_tuned_retriever_is_pushed_once_it_is_whole(hub, train, tmp_path):
+    output = tmp_path / "run"
+    done = train("contriever", output, "--hub_model_id", "alice/pairs")
+    assert done.code == 0, done.err[-3000:]
+    assert hub.repositories["alice/pairs"].messages == ["initial commit", "End of training"]
+    files = pushed(hub, "alice/pairs")
+    assert {"modules.json", "1_Pooling/config.json", "model.safetensors", "training_record.json"} <= files.keys()
+    assert not [path for path in files if path.startswith("checkpoint-") or path == "finetune.json"]
+    for path, data in files.items():
+        assert str(tmp_path.parent.parent).encode() not in data, f"a local path in {path}"

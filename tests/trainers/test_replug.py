@@ -154,6 +154,9 @@ def test_its_checkpoint_resumes_exactly_and_is_revelas(run_replug, logged, weigh
     assert logged(resumed, "loss") == logged(whole, "loss")
     first, second = weights(whole), weights(resumed)
     assert all(torch.equal(first[name], second[name]) for name in first)
+    with pytest.raises(ValueError, match="`similarity_temperature` 0.05, not 0.1: "):
+        model = {"similarity_temperature": 0.1}
+        run_replug(tmp_path / "other", model, resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-2"))
     model = RevelaForPreTraining.from_pretrained(tmp_path / "parts" / "checkpoint-2")
     assert model.config.freeze_lm and model.config.similarity_temperature == 0.05
     assert (export(tmp_path / "parts" / "checkpoint-2", tmp_path / "out") / "modules.json").is_file()

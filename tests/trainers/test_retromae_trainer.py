@@ -195,6 +195,17 @@ def test_resumed_run_equals_the_uninterrupted_one(run, whole_run, weights, tmp_p
     assert largest_difference(weights(resumed), weights(whole_run)) == 0
 
 
+def test_resuming_with_other_options_of_the_model_is_refused(run, whole_run, tmp_path):
+    checkpoint = f"{whole_run.args.output_dir}/checkpoint-6"
+    with pytest.raises(ValueError, match="`decoder_mask_ratio` 0.5, not 0.7, `pooling` 'cls', not 'mean': "):
+        run(
+            tmp_path, encoder="dropout", model={"decoder_mask_ratio": 0.7, "pooling": "mean"},
+            resume_from_checkpoint=checkpoint,
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="`encoder_config.attention_probs_dropout_prob` 0.1, not 0.0"):
+        run(tmp_path, encoder="plain", resume_from_checkpoint=checkpoint)
+
+
 def test_checkpoint_loads_as_the_model_that_was_trained(whole_run, weights):
     out = Path(whole_run.args.output_dir)
     loaded = RetroMAEForPreTraining.from_pretrained(out)

@@ -46,7 +46,7 @@ class ReadSource(PipelineStep):
         config = self.config
         names = "source text_column title_column rows_per_document kind include text_documents dataset_config "
         settings = {name: getattr(config, name) for name in (names + "dataset_split").split()}
-        source = _Share(**settings, exclude=(Path(config.out).resolve(),))
+        source = _Share(**settings)
         source.rank, source.world_size = rank, world_size
         is_folder = Path(config.source).is_dir()
         for item in source if is_folder else islice(source, rank, None, world_size):

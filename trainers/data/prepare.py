@@ -38,7 +38,7 @@ from tqdm.auto import tqdm
 
 from trainers.data.chunking import chunk_text, count_words
 from trainers.data.grouping import DigestSet, Group, Grouper, Shuffler, in_validation, text_digest
-from trainers.data.output_folder import replaced_folder
+from trainers.data.output_folder import readable, replaced_folder
 from trainers.data.packing import Packer
 from trainers.data.readers import DataError, Document, Source, html_to_text
 from trainers.data.shards import Shards
@@ -134,6 +134,12 @@ class PrepareConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, which means nothing for {self.method}.")
         if self.method == "retromae" and self.tokenizer is None:
             raise ValueError("tokenizer is missing: sequences are as long as the encoder's own tokens make them.")
+        source = Path(self.source)
+        if source.is_dir() and source.resolve() in Path(self.out).resolve().parents:
+            raise ValueError(
+                f"--out {readable(self.out)} lies in {readable(self.source)}, and would be read as part of it from "
+                "then on; choose another --out."
+            )
 
 
 class Chunked(NamedTuple):
@@ -274,7 +280,6 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
             text_documents=config.text_documents,
             dataset_config=config.dataset_config,
             dataset_split=config.dataset_split,
-            exclude=(out, partial),
         )
         summary = _write(config, source, partial)
         with open(partial / "prepare.json", "w", encoding="utf-8") as file:
@@ -417,8 +422,11 @@ def check_enough(config: PrepareConfig, summary: dict[str, Any]) -> None:
     else:
         lack = f"{pieces['made']} sequences leave none for training; give it more text, or lower --validation-share."
     ignored = sum(summary["ignored_files"].values())
+    found = f"{documents['read']} documents ({account}) and {lack}"
+    if not documents["read"]:
+        found = "no document was found there; name a file or a folder that holds text."
     raise DataError(
-        f"{config.source}: {documents['read']} documents ({account}) and {lack}"
+        f"{config.source}: {found}"
         + (f" {ignored} files were ignored, for their suffix or --include." if ignored else "")
         + (f" First error: {errors[0]}" if errors else "")
     )

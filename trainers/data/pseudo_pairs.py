@@ -21,7 +21,7 @@ def pseudo_pairs(
     are too few or too short for one gets the other, or nothing.
 
     Args:
-        groups: rows of a prepared set, with `texts` and `doc_ids`.
+        groups: rows of a prepared set, with `texts` and `doc_ids`, and perhaps a `cloze_unit` of their own.
         seed: with a group's place, all that the choice depends on.
         inverse_cloze: the share of pairs made by inverse cloze.
         unit: what inverse cloze takes out: `"sentence"` (prose) or `"line"` (code).
@@ -37,8 +37,8 @@ def pseudo_pairs(
         raise ValueError(f"`inverse_cloze` is the share of pairs made that way, from 0 to 1, not {inverse_cloze}.")
     if unit not in UNITS:
         raise ValueError(f"No unit {unit!r}: choose one of {', '.join(UNITS)}.")
-    kind = "code" if unit == "line" else "prose"
     for number, group in enumerate(groups):
+        kind = "code" if group.get("cloze_unit", unit) == "line" else "prose"
         draw = random.Random(f"{seed} {number}")
         documents: dict[str, list[str]] = {}
         for doc_id, text in zip(group["doc_ids"], group["texts"], strict=True):

@@ -79,8 +79,6 @@ class Source:
     text_documents: str = "auto"
     dataset_config: str | None = None
     dataset_split: str = "train"
-    exclude: tuple[Path, ...] = ()
-    """Folders that are not part of the source, such as the output when it lies inside it."""
     ignored_files: Counter[str] = field(default_factory=Counter)
     """Files of a folder that were not read, by suffix, and folders that a link leads to a second time."""
 
@@ -92,6 +90,11 @@ class Source:
         if readable(path) != str(path):
             raise DataError(f"{readable(path)}: this name is not UTF-8; rename it.")
         if path.is_dir():
+            if self.include is None and (path / "corpus.jsonl").is_file() and (path / "queries.jsonl").is_file():
+                raise DataError(
+                    f"{path} is a folder in BEIR's format, whose queries and judgements are no text to learn from: "
+                    f"name its corpus, {path / 'corpus.jsonl'} (with --title-column title, if they have titles)."
+                )
             for file in self._files(path):
                 if isinstance(file, DataError):
                     yield file
@@ -120,14 +123,11 @@ class Source:
 
     def _files(self, root: Path) -> Iterator[Path | DataError]:
         """Files below `root`, those of a folder before those of its own folders. Links are followed, but not twice."""
-        excluded = {path.resolve() for path in self.exclude}
         seen = set()
         folders = [root]
         while folders:
             folder = folders.pop()
             place = Path(os.path.realpath(folder))
-            if place in excluded:
-                continue
             if place in seen:
                 self.ignored_files["(folder linked twice)"] += 1
                 continue

@@ -172,8 +172,11 @@ def test_too_little_text_is_an_error_with_the_account(tmp_path, write_jsonl, art
     assert "--group-size" in str(caught.value)
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "a.png").write_text("x")
-    with pytest.raises(DataError, match="1 files were ignored"):
+    with pytest.raises(DataError, match="images: no document was found there; .* 1 files were ignored"):
         prepare(PrepareConfig(str(tmp_path / "images"), str(tmp_path / "out")))
+    (tmp_path / "none.jsonl").touch()
+    with pytest.raises(DataError, match="none.jsonl: no document was found there; .*holds text.$"):
+        prepare(PrepareConfig(str(tmp_path / "none.jsonl"), str(tmp_path / "out")))
 
 
 @pytest.mark.parametrize(
@@ -198,7 +201,7 @@ def test_every_setting_has_help():
     assert all(field.metadata.get("help") for field in dataclasses.fields(PrepareConfig))
 
 
-def test_a_folder_of_pages_and_code_with_the_output_inside(tmp_path):
+def test_a_folder_of_pages_and_code_as_source(tmp_path):
     root = tmp_path / "project"
     root.mkdir()
     for index in range(10):
@@ -208,16 +211,23 @@ def test_a_folder_of_pages_and_code_with_the_output_inside(tmp_path):
         (root / f"{index}.py").write_text(
             "".join(f"def f{index}_{n}(x):\n    return x + {n}\n\n\n" for n in range(100))
         )
-    config = PrepareConfig(str(root), str(root / "prepared"), validation_share=0)
+    out = tmp_path / "prepared"
+    config = PrepareConfig(str(root), str(out), validation_share=0)
     first = prepare(config)
     assert first["documents"]["kept"] == 30
-    code = [
-        t for g in groups_of(root / "prepared") for t, d in zip(g["texts"], g["doc_ids"], strict=True) if ".py" in d
-    ]
+    code = [t for g in groups_of(out) for t, d in zip(g["texts"], g["doc_ids"], strict=True) if ".py" in d]
     assert code and all("\n" in chunk for chunk in code)
-    assert not any("<p>" in chunk for chunk in chunks_of(root / "prepared", "train"))
-    again = prepare(dataclasses.replace(config, overwrite=True))  # does not read what it wrote
-    assert again["shards"] == first["shards"]
+    assert not any("<p>" in chunk for chunk in chunks_of(out, "train"))
+
+
+@pytest.mark.parametrize("out", ["prepared", "sub/prepared", "../linked/prepared"])
+def test_a_set_inside_its_source_is_refused(tmp_path, out):
+    root = tmp_path / "project"
+    (root / "sub").mkdir(parents=True)
+    (tmp_path / "linked").symlink_to(root)
+    with pytest.raises(ValueError, match="prepared lies in .*project, .* choose another --out"):
+        PrepareConfig(str(root), str(root / out))
+    PrepareConfig(str(root), str(tmp_path / "project-prepared"))
 
 
 @pytest.mark.parametrize(

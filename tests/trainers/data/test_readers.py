@@ -204,7 +204,6 @@ def folder(tmp_path):
         "sub/package.json": "{}",
         "image.png": "x",
         ".git/config.md": "hidden",
-        "out/old.md": "own output",
     }.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text, encoding="utf-8")
@@ -212,7 +211,7 @@ def folder(tmp_path):
 
 
 def test_a_folder_is_read_in_order_each_file_by_its_suffix(folder):
-    source = Source(str(folder), exclude=(folder / "out",))
+    source = Source(str(folder))
     assert [(x.id, x.kind) for x in source] == [
         ("a.rst", "prose"),
         ("b.md", "prose"),
@@ -228,6 +227,15 @@ def test_include_and_kind_in_a_folder(folder):
     assert [x.id for x in read(folder, include="*.py")] == ["sub/mod.py"]
     assert {x.kind for x in read(folder, kind="code")} == {"code"}
     assert {x.kind for x in read(folder, kind="prose")} == {"prose", "html"}
+
+
+def test_of_a_beir_folder_the_corpus_alone_is_read_and_asked_for(tmp_path):
+    for name in ("corpus", "queries"):
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"_id": "1", "text": "{name}"}}\n')
+    with pytest.raises(DataError, match="BEIR's format.* name its corpus, .*corpus.jsonl .*--title-column title"):
+        read(tmp_path)
+    assert [x.text for x in read(tmp_path / "corpus.jsonl")] == ["corpus"]
+    assert [x.text for x in read(tmp_path, include="corpus.jsonl")] == ["corpus"]
 
 
 def test_bad_bytes_in_a_page(folder):
@@ -436,7 +444,7 @@ def test_linked_folders_are_read_once(folder, tmp_path):
     (tmp_path / "elsewhere" / "deep" / "up").symlink_to(tmp_path / "elsewhere")
     (folder / "linked").symlink_to(tmp_path / "elsewhere")
     (folder / "sub" / "loop").symlink_to(folder)
-    source = Source(str(folder), include="*.md", exclude=(folder / "out",))
+    source = Source(str(folder), include="*.md")
     assert [item.id for item in source] == ["b.md", "linked/deep/z.md"]
     assert source.ignored_files["(folder linked twice)"] == 2
 
