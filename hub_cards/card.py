@@ -33,6 +33,7 @@ _METADATA = {
     "lm": ("transformers", "text-generation", []),
     "lm-adapter": ("peft", "text-generation", ["lora"]),
 }
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _POOLINGS = {"lasttoken": "eos", "cls_token": "cls", "mean_tokens": "mean"}
 _UNITS = ("groups", "sequences")
 
@@ -384,7 +385,7 @@ def _describe_retriever(folder: Path) -> dict:
                 for length in part.get_shape():
                     size *= length
                 parameters += size
-                dtypes.add(part.get_dtype())
+                dtypes.add(_DTYPES.get(part.get_dtype(), part.get_dtype()))
     prompts = settings.get("prompts") or {}
     return {
         "pooling": _POOLINGS[used[0]] if used else None,

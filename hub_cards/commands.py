@@ -120,18 +120,23 @@ def serve_check(folder: Annotated[Path, typer.Argument(help="A published folder.
 @publishing.command("export-onnx")
 def write_onnx(
     folder: Annotated[Path, typer.Argument(help="A published folder, which gets onnx/model.onnx.")],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier onnx/.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier onnx/, or openvino/.")] = False,
+    openvino: Annotated[
+        bool, typer.Option("--openvino", help='Write openvino/openvino_model.xml instead, for backend="openvino".')
+    ] = False,
 ) -> None:
     """Write the model as ONNX into its folder, for sentence-transformers' backend="onnx", onnxruntime and TEI on CPUs.
 
-    Needs pip install "revela-hub[onnx]". ONNX is compared with torch before it is written.
+    Needs pip install "revela-hub[onnx]", or "revela-hub[openvino]" with --openvino. What it gives is compared with
+    torch before it is written.
 
     \b
     revela-hub export-onnx retriever/
+    revela-hub export-onnx retriever/ --openvino
     """
     from hub_cards.onnx_export import export_onnx
 
-    typer.echo(f"Wrote {export_onnx(folder, overwrite)}")
+    typer.echo(f"Wrote {export_onnx(folder, overwrite, openvino)}")
 
 
 @publishing.command("import")

@@ -15,7 +15,7 @@ _PANELS = {
         "decoder_loss": "decoder",
         "bow_loss": "bag of words",
     },
-    "what the other chunks save (nats a token)": {
+    "what other chunks save (nats a token)": {
         "in_batch_gain": "training",
         "eval_retrieval_gain": "held out, over uniform weights",
     },
@@ -28,8 +28,8 @@ LOGGED = tuple(key for keys in _PANELS.values() for key in keys)
 _COLOURS = ("#0b6e99", "#d1603d", "#6a8d3a")
 _STYLE = {
     "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "axes.titlesize": 9.5,
+    "font.size": 10,
+    "axes.titlesize": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": "#8a8f98",

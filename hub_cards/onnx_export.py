@@ -3,10 +3,12 @@
 sentence-transformers exports through optimum, which for ONNX wants transformers 4 today, and gives a decoder a graph
 that asks for `position_ids`, which sentence-transformers does not pass. Here torch exports: the graph takes token ids
 and mask alone, whatever the backbone, and what it says is compared with the model's before anything is written.
+OpenVINO's form is made of that graph, as of a decoder's optimum-intel makes one that gives NaN.
 """
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -23,23 +25,25 @@ _TEXTS = (
 )
 
 
-def export_onnx(folder: str | Path, overwrite: bool = False) -> Path:
+def export_onnx(folder: str | Path, overwrite: bool = False, openvino: bool = False) -> Path:
     """
     Write `onnx/model.onnx` into a published folder: float32, any batch and length.
 
     Args:
         folder: what `revela-hub export` or fine-tuning wrote.
         overwrite: replace an earlier export.
+        openvino: write `openvino/openvino_model.xml`, with its weights beside it, instead.
 
     Returns:
-        The path of the ONNX file; of 2 GB and more its weights lie beside it.
+        The path of the ONNX file, of 2 GB and more its weights lie beside it; or of OpenVINO's.
 
     Raises:
-        FileExistsError: for an earlier export; ImportError: without onnx, onnxscript and onnxruntime; ValueError: for
-        a folder that does not load, or where ONNX and torch part by more than `TOLERANCE`.
+        FileExistsError: for an earlier export; ImportError: without onnx, onnxscript and onnxruntime, or openvino;
+        ValueError: for a folder that does not load, or where ONNX, or OpenVINO in float32, and torch part by more than
+        `TOLERANCE`.
     """
     folder = Path(folder)
-    out = folder / "onnx"
+    out = folder / ("openvino" if openvino else "onnx")
     if not (folder / "modules.json").is_file():
         raise ValueError(
             f"{folder} is no published folder: it has no modules.json. Write one with `revela-hub export`."
@@ -49,9 +53,13 @@ def export_onnx(folder: str | Path, overwrite: bool = False) -> Path:
     try:
         import onnxruntime
         import onnxscript  # noqa: F401 (torch.onnx needs it, and onnx with it)
+
+        if openvino:
+            import openvino as run_time  # noqa: F401
     except ImportError as error:
+        extra = "openvino" if openvino else "onnx"
         raise ImportError(
-            f"{error.name} is not installed, which exporting needs: pip install 'revela-hub[onnx]'"
+            f"{error.name} is not installed, which exporting needs: pip install 'revela-hub[{extra}]'"
         ) from None
     check_folder(folder)
     options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
@@ -62,15 +70,21 @@ def export_onnx(folder: str | Path, overwrite: bool = False) -> Path:
         file = staging / "model.onnx"
         _export(_HiddenStates(model[0].auto_model), _tokens(model, _TEXTS[1]), file)
         session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-        apart = max(_apart(model, session, texts) for texts in _TEXTS)
-        if not apart <= TOLERANCE:
-            raise ValueError(f"ONNX of {folder} gives embeddings {apart:.2g} apart from torch's: nothing was written.")
+        _require_equal(model, lambda inputs: session.run(None, inputs)[0], "ONNX", folder)
+        if openvino:
+            converted = _to_openvino(file)
+            compiled = run_time.compile_model(str(converted), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+            _require_equal(model, lambda inputs: compiled(inputs)[0], "OpenVINO", folder)
+            del compiled  # it holds the weights' file
+            for path in staging.glob("*.onnx*"):
+                path.unlink()
+            file = converted
         if out.exists():
             shutil.rmtree(out)
         os.replace(staging, out)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return out / "model.onnx"
+    return out / file.name
 
 
 class _HiddenStates(nn.Module):
@@ -103,12 +117,27 @@ def _export(module: nn.Module, inputs: dict[str, torch.Tensor], file: Path) -> N
     program.save(str(file), external_data=size > 1.9e9)  # one file of protobuf may have 2 GB
 
 
+def _to_openvino(file: Path) -> Path:
+    import openvino
+
+    target = file.with_name("openvino_model.xml")
+    openvino.save_model(openvino.convert_model(str(file)), str(target), compress_to_fp16=False)
+    return target
+
+
+def _require_equal(model, run: Callable[[dict], object], name: str, folder: Path) -> None:
+    apart = max(_apart(model, run, texts) for texts in _TEXTS)
+    # Turned round, as NaN is no distance either.
+    if not apart <= TOLERANCE:
+        raise ValueError(f"{name} of {folder} gives embeddings {apart:.2g} apart from torch's: nothing was written.")
+
+
 @torch.no_grad()
-def _apart(model, session, texts: list[str]) -> float:
-    """The largest cosine distance between the embeddings of the same texts."""
+def _apart(model, run: Callable[[dict], object], texts: list[str]) -> float:
+    """The largest cosine distance between the embeddings of the same texts; NaN if one of them is."""
     features = model.preprocess(texts)
     inputs = {name: features[name].numpy() for name in ("input_ids", "attention_mask")}
-    hidden = torch.from_numpy(session.run(None, inputs)[0])
+    hidden = torch.from_numpy(run(inputs))
     expected = model(dict(features))["sentence_embedding"]
     found = dict(features) | {"token_embeddings": hidden}
     for module in list(model)[1:]:

@@ -162,6 +162,10 @@ def test_card_says_what_the_run_was(published, runs):
     assert re.search(r"4 steps, \d+ seconds, about [\d.]+( thousand)? tokens on .*; 0.25 kWh and 0.00123 kg CO₂", text)
     assert "`query: ` before queries, `passage: ` before passages" in text and "256 tokens" in text
     assert f"transformers {json.loads((published / 'retriever' / TRAINING_RECORD).read_text())['versions']['transformers']}" in text  # fmt: skip # noqa: E501
+    # One list, without blank lines within, and dtypes as torch calls them.
+    assert re.search(
+        r"\n- \*\*Parameters:\*\* [^\n]*float32\n- \*\*Maximum[^\n]*\n- \*\*Prompts[^\n]*\n- \*\*Embedding", text
+    )
     assert "cai2025revela" in text and "xiao2022retromae" in card_of(published / "encoder").text
 
 

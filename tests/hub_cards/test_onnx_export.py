@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -11,9 +12,10 @@ import torch
 from sentence_transformers import SentenceTransformer
 from transformers import AutoTokenizer
 
+from hub_cards.encoding import load_model
 from hub_cards.eos_tokenizer import append_eos
 from hub_cards.export import publish
-from hub_cards.onnx_export import export_onnx
+from hub_cards.onnx_export import _require_equal, export_onnx
 from modeling_revela import RevelaForPreTraining
 
 TEXTS = ["the river", "a boat at the bridge near the market " * 5, "boats"]
@@ -44,6 +46,46 @@ def test_what_cannot_be_exported_is_told_of(published, tmp_path, monkeypatch):
     with pytest.raises(ImportError, match=r"pip install 'revela-hub\[onnx\]'"):
         export_onnx(published["bert"])
     assert not list(published["bert"].glob("*onnx*"))
+
+
+def test_graph_that_gives_nan_is_told_from_one_that_is_equal(published):
+    """As optimum-intel's of a Llama."""
+    model = load_model(published["bert"], device="cpu")
+
+    def hidden(inputs):
+        return (
+            model[0]
+            .auto_model(**{name: torch.from_numpy(value) for name, value in inputs.items()})[0]
+            .detach()
+            .numpy()
+        )
+
+    _require_equal(model, hidden, "OpenVINO", published["bert"])
+    for wrong in (float("nan"), 1.0):
+        with pytest.raises(ValueError, match="OpenVINO of .* gives embeddings .* apart from torch's: nothing was"):
+            _require_equal(
+                model, lambda inputs, by=wrong: hidden(inputs)[..., ::-1].copy() * by, "OpenVINO", published["bert"]
+            )
+
+
+@pytest.mark.slow
+def test_openvino_is_equal_to_torch_for_encoders_and_decoders(published):
+    for package in ("onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    openvino = pytest.importorskip("openvino")
+    for folder in published.values():
+        file = export_onnx(folder, openvino=True)
+        assert sorted(path.name for path in (folder / "openvino").iterdir()) == ["openvino_model.bin", file.name]
+        assert not (folder / "onnx").exists()
+        compiled = openvino.compile_model(str(file), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+        model = load_model(folder, device="cpu")
+        features = model.preprocess(TEXTS)
+        inputs = {name: features[name].numpy() for name in ("input_ids", "attention_mask")}
+        with torch.no_grad():
+            hidden = model[0].auto_model(**{name: features[name] for name in inputs})[0]
+        apart = (torch.from_numpy(compiled(inputs)[0]) - hidden).abs()[features["attention_mask"].bool()]
+        assert apart.max() < 1e-5
+        shutil.rmtree(folder / "openvino")
 
 
 @pytest.mark.slow
