@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import race
+from benchmarks import race, race_report
 
 
 @pytest.fixture
@@ -35,8 +35,7 @@ def run(tiny_lm_folder, tmp_path_factory, monkeypatch):
 )
 def test_a_run_trains_within_its_time_and_is_measured(run, name):
     result = run(name)
-    losses = [entry["loss"] for entry in result["log"] if "loss" in entry]
-    assert result["steps"] >= 2 and losses
+    assert result["steps"] >= 2
     assert 0 < result["scores"]["docstring -> function"] < 1 and 0 < result["scores"]["sibling retrieval"] < 1
     moments = [minutes for minutes, _ in result["curve"]]
     assert moments == sorted(moments) and moments[-1] == 0.02
@@ -45,18 +44,18 @@ def test_a_run_trains_within_its_time_and_is_measured(run, name):
 @pytest.mark.slow
 def test_references_are_measured(run):
     rows = run("references")["rows"]
-    assert set(rows) == set(race.REFERENCES)
+    assert set(rows) == set(race_report.REFERENCES)
     assert rows["BM25"]["docstring -> function"] > 0.3
 
 
 def test_the_table_has_means_spreads_and_what_is_missing():
-    scores = dict.fromkeys(race.COLUMNS, 0.5)
+    scores = dict.fromkeys(race_report.COLUMNS, 0.5)
     results = [
         {"name": "revela", "minutes": 1.0, "seed": seed, "steps": 4, "scores": {**scores, "HumanEval": value}}
         for seed, value in ((0, 0.1), (1, 0.4))
     ]
     results.append({**results[0], "name": "simcse", "scores": {**scores, "perlfaq": None}})
-    lines = race.table(results).splitlines()
+    lines = race_report.table(results, ["revela", "simcse"]).splitlines()
     assert (
         "| revela | 1 | 0 1 | 4 | 0.500 ± 0.000 | 0.250 ± 0.150 | 0.500 ± 0.000 | 0.500 ± 0.000 | 0.438 ± 0.037 |"
         in lines[2]
