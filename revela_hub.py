@@ -259,7 +259,7 @@ app.add_typer(train_app, name="train")
 
 @app.command("export")
 def export_checkpoint(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint that training wrote: run/ or run/checkpoint-500/.")],
+    checkpoint: Annotated[Path, typer.Argument(help="What training wrote: run/ or run/checkpoint-500/.")],
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
     adapter_only: Annotated[
         bool, typer.Option("--adapter-only", help="Write the LoRA adapter alone, for peft, as the authors release it.")
@@ -285,7 +285,7 @@ def export_checkpoint(
 
     OUT is a sentence-transformers folder with the adapter merged into the stock backbone: SentenceTransformer(OUT) and
     AutoModel.from_pretrained(OUT) give the same embeddings, without this package. RetroMAE's is its encoder, whose
-    masked-LM head AutoModelForMaskedLM finds there too.
+    masked-LM head AutoModelForMaskedLM finds there too. Of a fine-tuned retriever it is what card and push take.
 
     \b
     revela-hub export run/ retriever/

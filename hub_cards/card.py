@@ -223,7 +223,7 @@ def take_along(checkpoint: Path, folder: Path) -> None:
     """
     training = read_training_record(checkpoint) or _from_config(checkpoint)
     history = _read(checkpoint / "trainer_state.json").get("log_history", [])
-    if history:
+    if history and "log_history" not in training:
         from hub_cards.figures import LOGGED
 
         entries = [{key: entry[key] for key in ("step", *LOGGED) if key in entry} for entry in history]

@@ -1,4 +1,4 @@
-"""A pre-training checkpoint -> the published folder: stock weights that four doors open."""
+"""A checkpoint, or a fine-tuned retriever -> the published folder: stock weights that four doors open."""
 
 import json
 import os
@@ -21,6 +21,7 @@ from hub_cards.backbones import positions
 from hub_cards.card import CARD, said_before, take_along, was_edited, write_card
 from hub_cards.checkpoints import EXPORT_RECORD, check_folder, model_type
 from hub_cards.doors import refuse_non_finite, write_doors, write_lm
+from hub_cards.encoding import load_model, prompts_used
 from hub_cards.eos_tokenizer import ends_with_eos, save_tokenizer
 from hub_cards.privacy import clean_configs
 from hub_cards.recorded import record_embeddings, record_lm
@@ -32,6 +33,7 @@ MAX_LENGTH = 2048
 DTYPES = ("float32", "bfloat16", "float16")
 PARTS = ("retriever", "lm")
 POOLINGS = ("cls", "mean")
+_ANY_POOLING = (*POOLINGS, "eos")
 
 
 def export(
@@ -56,8 +58,8 @@ def export(
     reads sentence-transformers folders, and RetroMAE's with `AutoModelForMaskedLM` besides.
 
     Args:
-        checkpoint: what `trainers/revela.py` or `trainers/retromae.py` wrote: a `checkpoint-N` folder or the output
-            folder itself.
+        checkpoint: what a script of `trainers` wrote: for pre-training a `checkpoint-N` folder or the output folder
+            itself; for fine-tuning, the contrastive method, SimCSE and TSDAE the output folder.
         out: the folder to write; written beside and renamed, so that it is whole or not there.
         adapter_only: write the part's PEFT adapter as the authors release the retriever's, without base weights.
         part: `"retriever"`, or for Revela `"lm"`: a stock causal LM with its adapters merged, its own tokenizer and
@@ -80,19 +82,21 @@ def export(
     kind = _method(checkpoint)
     require_writable(out, overwrite)
     options = {"dtype": torch_dtype(dtype), "max_length": max_length}
-    if pooling is not None and kind == "revela":
+    if pooling is not None and kind != "retromae":
         raise ValueError(f"{checkpoint} was trained with a pooling of its own: leave `pooling` out.")
     if pooling not in (None, *POOLINGS):
         raise ValueError(f"No pooling {pooling!r}: choose one of {', '.join(POOLINGS)}.")
     if part not in PARTS:
         raise ValueError(f"No part {part!r}: choose one of {', '.join(PARTS)}.")
-    if part == "lm" and kind == "retromae":
-        raise ValueError(f"{checkpoint} is RetroMAE's, which trains no LM: its only part is the retriever.")
+    if part == "lm" and kind != "revela":
+        raise ValueError(f"{checkpoint} was trained without an LM: its only part is the retriever.")
     check_folder(checkpoint)
     if part == "lm":
         write = _lm_writer(checkpoint, adapter_only, options["dtype"])
     elif kind == "retromae":
         write = _retromae_writer(checkpoint, adapter_only, pooling, options)
+    elif kind == "finetuned":
+        write = _finetuned_writer(checkpoint, adapter_only, options)
     else:
         write = _revela_writer(checkpoint, adapter_only, options)
     return write_beside(out, write, checkpoint, card)
@@ -144,7 +148,11 @@ def write_beside(
 
 
 def _method(checkpoint: Path) -> str:
-    """Which method a checkpoint is of, "revela" or "retromae"."""
+    """Which method a checkpoint is of, "revela" or "retromae", or "finetuned" for a retriever."""
+    if (checkpoint / EXPORT_RECORD).exists():
+        raise ValueError(f"{checkpoint} was exported already: push it as it is.")
+    if (checkpoint / "modules.json").exists():
+        return "finetuned"
     if not (checkpoint / "config.json").exists():
         inside = [path for path in checkpoint.glob("checkpoint-*") if (path / "config.json").exists()]
         newest = max(inside, key=lambda path: (len(path.name), path.name), default=None)
@@ -246,6 +254,34 @@ def _retromae_writer(checkpoint: Path, adapter_only: bool, pooling: str | None, 
     model = RetroMAEForPreTraining.from_pretrained(checkpoint, dtype=torch.float32)
     pooling = pooling or model.config.pooling
     return lambda folder: write_doors(model.encoder, tokenizer, folder, pooling=pooling, **options)
+
+
+def _finetuned_writer(folder: Path, adapter_only: bool, options: dict) -> Callable:
+    if adapter_only:
+        raise ValueError(f"{folder} is a fine-tuned retriever, its adapter merged: export it whole.")
+    model = load_model(folder, device="cpu")
+    kinds = [type(module).__name__ for module in model]
+    mode = getattr(model[1], "pooling_mode", None) if len(kinds) > 1 else None
+    pooling = {"lasttoken": "eos"}.get(mode, mode)
+    plain = kinds in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
+    if not plain or pooling not in _ANY_POOLING:
+        raise ValueError(
+            f"{folder} is made of {', '.join(kinds)}, with pooling {mode}: what is published is a transformer with "
+            f"pooling {' or '.join(_ANY_POOLING)}, and perhaps a normalisation."
+        )
+    prompts, backbone = prompts_used(model), model[0].auto_model
+    lengths = (options["max_length"], model.max_seq_length or options["max_length"])
+    dims = getattr(backbone.config, "matryoshka_dimensions", None)
+    settings = {
+        "pooling": pooling,
+        "query_prompt": prompts["query"],
+        "document_prompt": prompts["document"],
+        "normalize": model.similarity_fn_name == "cosine",
+        "dtype": options["dtype"],
+        "max_length": min(lengths),
+        "matryoshka_dims": None if dims is None else dims[:-1],
+    }
+    return lambda out: write_doors(backbone, model.tokenizer, out, **settings)
 
 
 def _revela_writer(checkpoint: Path, adapter_only: bool, options: dict) -> Callable:

@@ -5,11 +5,16 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from huggingface_hub import ModelCard
+from sentence_transformers import SentenceTransformer
 
 from hub_cards.card import RECIPE, TRAINING_RECORD, write_card
+from hub_cards.encoding import encode
+from hub_cards.export import export
 from hub_cards.privacy import check_private
+from hub_cards.push import check as check_for_push
 from tests.trainers.finetune_sets import make_encoder, make_task
 from trainers import contriever, finetune, unsupervised
 from trainers.arguments import parse_recipe
@@ -119,3 +124,23 @@ def test_unsupervised_methods_are_told(secret, tiny_bert_folder, prepared_folder
     assert record["examples"] > 23 and f"{record['examples']:,} examples were made of it." in text
     command = f"revela-hub train {script} recipe.yaml --model_name_or_path YOUR_BASE_MODEL --train_sets prepared"
     assert command in text and "revela-hub prepare YOUR_TEXT --out prepared" in text and "max_length: 32" in text
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+def test_a_fine_tuned_retriever_is_exported_to_what_push_takes(secret, tmp_path, similarity):
+    options = ("--model_name_or_path", secret / "encoder", "--train_set", secret / "task", "--similarity", similarity)
+    sizes = ("--matryoshka_dims", "8") if similarity == "cosine" else ()
+    folder = run(finetune.main, tmp_path / "run", *options, *sizes, "--query_prompt", "ask: ", "--max_length", "24")
+    out = export(folder, tmp_path / "published")
+    check_for_push(out)
+    texts = ["bato w1", "cula w2 w3 " * 20]
+    before, after = (SentenceTransformer(str(path)) for path in (folder, out))
+    for side in ("query", "document"):
+        torch.testing.assert_close(encode(after, texts, side), encode(before, texts, side))
+    assert after.similarity_fn_name == similarity and after.max_seq_length == 24
+    assert getattr(after[0].auto_model.config, "matryoshka_dimensions", None) == ([8, 32] if sizes else None)
+    assert "trained with [DPR]" in (out / "README.md").read_text() and (out / "figures" / "training.png").is_file()
+    with pytest.raises(ValueError, match="exported already"):
+        export(out, tmp_path / "again")
+    with pytest.raises(ValueError, match="its only part is the retriever"):
+        export(folder, tmp_path / "again", part="lm")
