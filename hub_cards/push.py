@@ -19,6 +19,7 @@ from hub_cards.recorded import open_doors, read_record
 
 # What belongs into a published folder beside the files that the export wrote.
 ADDED = ("README.md", "LICENSE*", "NOTICE*", "CITATION.cff", ".eval_results/*.yaml", "*.png", "*.svg")
+ADDED += ("onnx/model.onnx*", "openvino/openvino_model.*")
 # Files of either kind go to large file storage on the Hub, and are not part of git's history there.
 LARGE = 10 * 2**20
 LARGEST = 50 * 10**9

@@ -331,3 +331,11 @@ def test_what_was_changed_on_the_hub_is_found_and_its_code_not_run(hub, client, 
     hub.add_repository("alice/code", folder)
     assert "so it is neither run nor sent" in client.run("pull-check", "alice/code").error
     assert "alice/none is not on the Hub" in client.run("pull-check", "alice/none").error
+
+
+def test_onnx_goes_along(client, folder):
+    for name in ("onnx/model.onnx", "onnx/model.onnx.data", "openvino/openvino_model.bin"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"\0" * 8)
+    shown = client.run("push", folder, "alice/served", "--dry-run").out
+    assert all(name in shown for name in ("onnx/model.onnx.data", "openvino/openvino_model.bin"))
