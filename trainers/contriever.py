@@ -7,7 +7,8 @@ In order:
 1. Prepare text first, as for Revela: `revela-hub prepare SOURCE --out prepared/`. The same folder serves both, so that
    a comparison has the same text.
 2. Choose a recipe (a YAML file or a shipped name) and override any field on the command line. Half of the queries are
-   sentences taken out of a chunk (inverse cloze), half are other chunks of the document (independent cropping).
+   sentences taken out of a chunk (inverse cloze), half are other chunks of the document (independent cropping). They
+   are cut once, with the seed, so that a second epoch repeats them.
 3. Every other passage of the batch is a negative: `--per_device_train_batch_size 16` gives the paper's 15 a query.
    `--eval_strategy steps` measures nDCG@10 on pairs cut from the held-out documents.
 4. The output folder is a sentence-transformers model: `revela-hub evaluate`, `revela-hub search` and

@@ -79,21 +79,26 @@ def _run_group(command: list[str], environment: Mapping[str, str]) -> int:
     run that takes its place.
     """
     told: list[int] = []
+    leaders: list[int] = []
 
-    def hand_on(number, _frame) -> None:
+    def hand_on(number, _frame=None) -> None:
         told.append(number)
-        with suppress(ProcessLookupError):
-            # A terminal that is closed means the run to end as SIGTERM does: with a checkpoint.
-            os.killpg(process.pid, signal.SIGTERM if number == signal.SIGHUP else number)
+        for leader in leaders:
+            with suppress(ProcessLookupError):
+                # A terminal that is closed means the run to end as SIGTERM does: with a checkpoint.
+                os.killpg(leader, signal.SIGTERM if number == signal.SIGHUP else number)
 
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
-    # Its input ends when we do, and bears a line where nothing is left to stop.
-    watch = ["sh", "-c", 'read -r _ || kill -s TERM -- "-$0"', str(process.pid)]
-    watcher = subprocess.Popen(watch, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
     before = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
+        leaders.append(process.pid)
+        if told:  # while it was being started
+            hand_on(told[0])
+        # Its input ends when we do, and bears a line where nothing is left to stop.
+        watch = ["sh", "-c", 'read -r _ || kill -s TERM -- "-$0"', str(process.pid)]
+        watcher = subprocess.Popen(watch, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
         code = process.wait()
         with suppress(ProcessLookupError):
             while True:
