@@ -436,6 +436,17 @@ def test_what_was_said_outlives_an_export_over_it_and_results_do_if_the_weights_
     assert card_of(with_results).data.license == "apache-2.0"
 
 
+def test_what_was_said_of_another_base_or_text_is_left_out(with_results, runs, tmp_path, capsys):
+    other = Path(shutil.copytree(runs["revela"], tmp_path / "other"))
+    record = json.loads((other / TRAINING_RECORD).read_text())
+    record["data"][0]["sha256"] = "of another text"
+    (other / TRAINING_RECORD).write_text(json.dumps(record))
+    export(other, with_results, overwrite=True)
+    data = card_of(with_results).data
+    assert (data.license, data.language) == (None, None) and data.base_model == BASE
+    assert "license, language were said of a model of another base or text" in capsys.readouterr().err
+
+
 def test_card_edited_by_hand_is_not_exported_over(with_results, runs):
     with (with_results / "README.md").open("a") as card:
         card.write("By hand.\n")
