@@ -151,6 +151,7 @@ def _next_command(config, summary: dict) -> list[str]:
         options = ["small-run", "--retriever_name_or_path", "HuggingFaceTB/SmolLM2-135M"]
     else:
         options = [METHODS["retromae"][1].split()[0], "--encoder_name_or_path", config.tokenizer]
+        options += ["--max_seq_length", str(config.max_seq_length)]
     if is_revela and not summary["chunks"]["validation"]:
         # The recipe picks the best checkpoint on held-out documents.
         options += ["--eval_strategy", "no", "--load_best_model_at_end", "false"]

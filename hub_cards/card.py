@@ -115,7 +115,8 @@ def write_card(
         card.save(staging / CARD)
         record["card_sha256"] = _digest(staging / CARD)
         check_private(staging)
-        mine = {path.relative_to(staging).as_posix() for path in staging.rglob("*")}
+        mine = [path.relative_to(staging) for path in staging.rglob("*") if path.is_file()]
+        mine = {part.as_posix() for path in mine for part in (path, *path.parents[:-1])}
         if record.get("files"):
             record["files"] = sorted({*record["files"], *mine, EXPORT_RECORD})
         else:

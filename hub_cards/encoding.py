@@ -10,7 +10,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.util import is_sentence_transformer_model
 
 from hub_cards.backbones import set_pad_token
-from hub_cards.checkpoints import check_folder, model_type
+from hub_cards.checkpoints import check_folder, model_type, require_base
 from hub_cards.hub import explain, require_here_or_hub
 from hub_cards.ranking import as_tensor
 
@@ -37,6 +37,7 @@ def load_model(model: str | Path | SentenceTransformer, **options) -> SentenceTr
             f"{model} is a checkpoint that training wrote, and no retriever to encode with yet: make one of it first, "
             f"with `revela-hub export {model} retriever/`."
         )
+    require_base(model)
     check_folder(model)
     try:
         options["model_kwargs"] = {**(options.get("model_kwargs") or {}), "use_safetensors": True}

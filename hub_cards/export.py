@@ -315,10 +315,15 @@ def _revela_writer(checkpoint: Path, adapter_only: bool, options: dict) -> Calla
 
         def write(folder: Path) -> None:
             _write_adapter(wrapped, tokenizer, folder)
-            record_embeddings(wrapped, tokenizer, folder, kind="adapter", **how)
+            record_embeddings(wrapped, tokenizer, folder, kind="adapter", base_dtype=_dtype(checkpoint), **how)
 
         return write
     return lambda folder: publish(model, tokenizer, folder, **options)
+
+
+def _dtype(checkpoint: Path) -> str:
+    """The precision of a checkpoint's backbones."""
+    return str(RevelaConfig.from_pretrained(checkpoint).dtype or "float32").removeprefix("torch.")
 
 
 def _lm_writer(checkpoint: Path, adapter_only: bool, dtype: torch.dtype) -> Callable:
@@ -331,7 +336,7 @@ def _lm_writer(checkpoint: Path, adapter_only: bool, dtype: torch.dtype) -> Call
 
         def write(folder: Path) -> None:
             _write_adapter(lm, tokenizer, folder)
-            record_lm(lm, tokenizer, folder, kind="lm-adapter")
+            record_lm(lm, tokenizer, folder, kind="lm-adapter", base_dtype=_dtype(checkpoint))
 
         return write
     lm = lm if config.lm_lora is None else lm.merge_and_unload()

@@ -46,6 +46,7 @@ def record_embeddings(
     prompts: dict[str, str],
     max_length: int,
     normalize: bool = True,
+    base_dtype: str | None = None,
 ) -> None:
     """
     Write the record of a retriever.
@@ -59,18 +60,30 @@ def record_embeddings(
         prompts: what is put before a text, by side (`query`, `document`).
         max_length: tokens a text may have.
         normalize: whether embeddings get length 1.
+        base_dtype: of an adapter: what the base model's weights were rounded to in training, which others need not do.
     """
     settings = {"pooling": pooling, "prompts": prompts, "max_length": max_length, "normalize": normalize}
     embeddings = _embed(model.eval(), tokenizer, settings)
     rows = {side: [[round(value, 7) for value in row] for row in rows.tolist()] for side, rows in embeddings.items()}
     record = {"kind": kind, "has_masked_lm": kind == "retriever" and model.base_model is not model}
-    _write(folder, {**record, **settings, **_precision(model), "texts": TEXTS, "embeddings": rows})
+    _write(folder, {**record, **settings, **_precision(model, base_dtype), "texts": TEXTS, "embeddings": rows})
 
 
-def record_lm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, kind: str = "lm") -> None:
-    """Write the record of a causal LM, or of the adapter of one: the mean log-likelihood of each text's tokens."""
+def record_lm(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    kind: str = "lm",
+    base_dtype: str | None = None,
+) -> None:
+    """Write the record of a causal LM, or of an adapter of one: the mean log-likelihood of each text's tokens."""
     likelihoods = _log_likelihoods(model.eval(), tokenizer, TEXTS["document"])
-    record = {"kind": kind, **_precision(model), "texts": TEXTS["document"], "log_likelihoods": likelihoods}
+    record = {
+        "kind": kind,
+        **_precision(model, base_dtype),
+        "texts": TEXTS["document"],
+        "log_likelihoods": likelihoods,
+    }
     _write(folder, record)
 
 
@@ -243,8 +256,8 @@ def distance_from(found: dict[str, torch.Tensor] | list[float], record: dict) ->
     return max(float(((found[side] - rows).norm(dim=-1) / rows.norm(dim=-1)).max()) for side, rows in wanted.items())
 
 
-def _precision(model: PreTrainedModel) -> dict:
-    dtype = str(model.dtype).removeprefix("torch.")
+def _precision(model: PreTrainedModel, base_dtype: str | None = None) -> dict:
+    dtype = base_dtype or str(model.dtype).removeprefix("torch.")
     return {"dtype": dtype, "tolerance": TOLERANCES[dtype]}
 
 

@@ -236,7 +236,7 @@ def test_prepare_for_retromae_names_the_next_command(text_folder, tiny_bert_fold
     assert done.exit_code == 0, done.output
     model, data, training = _next_arguments(done.stdout, retromae, retromae.RetroMAETrainingArguments)
     assert (model.encoder_name_or_path, data.train_sets) == (str(tiny_bert_folder), [str(tmp_path / "out")])
-    assert training.eval_strategy == "no"
+    assert training.eval_strategy == "no" and data.max_seq_length == 64
     assert json.loads((tmp_path / "out" / "prepare.json").read_text())["settings"]["max_seq_length"] == 64
     done = run("prepare", text_folder, "--out", tmp_path / "b", "--for", "retromae")
     assert done.exit_code == 2 and "tokenizer is missing" in done.stderr

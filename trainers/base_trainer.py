@@ -28,6 +28,7 @@ from trainers.checkpoints import (
     STAGING,
     check_config,
     check_position,
+    check_step,
     clear_output,
     load_tensors,
     read_weights,
@@ -263,6 +264,7 @@ class PretrainingTrainer(PushingTrainer):
         if resume_from_checkpoint is not None:
             check_config(resume_from_checkpoint, self.model.config)
             check_position(resume_from_checkpoint, self._position())
+            check_step(resume_from_checkpoint, self.args.max_steps)
             self._go_on_from(read_training_record(resume_from_checkpoint))
         elif self.args.should_save:
             # Only now, when all that the run needs has been found and read.

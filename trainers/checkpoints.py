@@ -202,6 +202,16 @@ def check_position(checkpoint: str | Path, now: dict) -> None:
             )
 
 
+def check_step(checkpoint: str | Path, max_steps: int) -> None:
+    """Raises ValueError for a checkpoint of a run's last step; transformers would train one more."""
+    state = json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    if 0 < max_steps <= state["global_step"]:
+        raise ValueError(
+            f"{checkpoint} is at step {state['global_step']}, and the run ends at {max_steps}: export it as it is, or "
+            "raise --max_steps."
+        )
+
+
 def check_config(checkpoint: str | Path, now: PreTrainedConfig) -> None:
     """
     Compare the config of the model that a run is to go on with to that of a checkpoint, whose weights it takes over.
@@ -251,6 +261,7 @@ __all__ = [
     "STAGING",
     "check_config",
     "check_position",
+    "check_step",
     "clear_output",
     "damage",
     "last_checkpoint",

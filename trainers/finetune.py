@@ -263,6 +263,7 @@ class Finetuning:
             "documents": len(self.data.documents),
             "data": self.data.digest,
             "seed": args.seed,
+            "learning_rate": args.learning_rate,  # the scheduler of a checkpoint has its own
             "queries_a_step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
         }
 

@@ -279,9 +279,13 @@ def _check_record(path: Path, record: dict) -> None:
     changed = [name for name in record if json.loads(json.dumps(record[name])) != before.get(name)]
     if changed:
         name = changed[0]
+        old, new = before.get(name), record[name]
+        if isinstance(old, dict) and isinstance(new, dict):
+            name = next(key for key in new if json.loads(json.dumps(new[key])) != old.get(key))
+            old, new = old.get(name), new[name]
         raise ValueError(
-            f"The run in {path.parent} had {name} {before.get(name)!r}, not {record[name]!r}: resume it as it was, or "
-            "start another in another --output_dir."
+            f"The run in {path.parent} had {name} {old!r}, not {new!r}: resume it as it was, or start another in "
+            "another --output_dir."
         )
 
 

@@ -13,8 +13,10 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer, LlamaForCausalLM, LlamaModel
 
 from hub_cards.checkpoints import EXPORT_RECORD
+from hub_cards.encoding import load_model
 from hub_cards.eos_tokenizer import append_eos, save_tokenizer
 from hub_cards.export import export
+from hub_cards.recorded import open_doors, read_record
 from modeling_revela import RevelaForPreTraining, RevelaModel
 
 TEXTS = ["the boat", "A river bank holds a fisher who sells fish. " * 30, "naïve 東京", "<|user|>x"]
@@ -285,6 +287,32 @@ def test_adapter_on_its_base_is_the_merged_model_and_not_the_base(trained, expor
         merged = AutoModel.from_pretrained(exported(name)).eval()(**batch).last_hidden_state
     assert (adapted - merged).abs().max() < 1e-5
     assert (adapted - untrained).abs().max() > 1e-2
+
+
+def test_adapter_on_bfloat16_weights_has_the_tolerance_that_a_float32_base_needs(backbones, trained, tmp_path):
+    model = RevelaForPreTraining.from_backbones(
+        backbones["llama"], backbones["llama"], retriever_lora=LORA, dtype=torch.bfloat16
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "run")
+    save_tokenizer(append_eos(AutoTokenizer.from_pretrained(backbones["llama"])), tmp_path / "run")
+    adapter = export(tmp_path / "run", tmp_path / "adapter", adapter_only=True)
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    settings["base_model_name_or_path"] = str(backbones["llama"])  # whose weights are float32
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    (distance,) = open_doors(adapter, read_record(adapter)).values()
+    assert 1e-3 < distance
+    # No curve was logged, so that there is no picture to look for.
+    assert not [name for name in json.loads((adapter / EXPORT_RECORD).read_text())["files"] if "figures" in name]
+
+
+def test_adapter_without_its_base_is_told_when_it_is_to_encode(trained, tmp_path):
+    adapter = export(trained("lora")[1], tmp_path / "adapter", adapter_only=True)
+    with pytest.raises(ValueError, match="names no base model, as an export leaves local paths out"):
+        load_model(adapter)
 
 
 def test_adapter_of_a_fully_trained_retriever_is_refused(trained, tmp_path):

@@ -135,6 +135,12 @@ def test_resumed_run_equals_the_uninterrupted_one(
         assert torch.equal(state["exp_avg_sq"], moments[1][key]["exp_avg_sq"])
 
 
+def test_a_run_that_has_ended_does_not_go_on(checkpoint, run_training, model_options, tmp_path):
+    options = {"max_steps": 4, "gradient_accumulation_steps": 4, "resume_from_checkpoint": str(checkpoint)}
+    with pytest.raises(ValueError, match="checkpoint-4 is at step 4, and the run ends at 4: export it as it is"):
+        run_training(tmp_path / "more", model=model_options, **options)
+
+
 def test_resume_takes_the_newest_whole_checkpoint(finished_run, tmp_path):
     for step in (2, 10, 9):
         shutil.copytree(finished_run / "checkpoint-2", tmp_path / f"checkpoint-{step}")
