@@ -113,6 +113,9 @@ def _export(module: nn.Module, inputs: dict[str, torch.Tensor], file: Path) -> N
         dynamic_shapes=dict.fromkeys(inputs, free),
         verbose=False,
     )
+    # Of each node torch notes where on this machine the code lies that it comes from.
+    for node in program.model.graph.all_nodes():
+        node.metadata_props.clear()
     size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     program.save(str(file), external_data=size > 1.9e9)  # one file of protobuf may have 2 GB
 

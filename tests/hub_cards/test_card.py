@@ -300,6 +300,21 @@ def test_name_of_the_machine_is_found(published, tmp_path, monkeypatch):
         check_private(folder)
 
 
+def test_what_is_private_is_found_between_the_weights_of_a_graph(tmp_path):
+    torch.manual_seed(0)
+    weights = torch.randn(200_000).numpy().tobytes()
+    graph = tmp_path / "model.onnx"
+    graph.write_bytes(weights + b"\x0a\x1c/model/layers.0/mlp/Add_output_0" + weights)
+    check_private(tmp_path)
+    for private, message in (
+        (b'File "/work/main/lib/modeling_bert.py", line 7', "holds the local path '/work/main/lib/modeling_bert.py'"),
+        (TOKEN.encode(), "holds a token of the Hub"),
+    ):
+        graph.write_bytes(weights + b"\x12\x40" + private + b"\x00" + weights)
+        with pytest.raises(ValueError, match=f"model.onnx {re.escape(message)}"):
+            check_private(tmp_path)
+
+
 @pytest.mark.parametrize(
     "text", ["https://huggingface.co/a/b/c", "and/or", "1/2/3", "[x](figures/a.png)", "</a></b>", "a /v1/embeddings b"]
 )

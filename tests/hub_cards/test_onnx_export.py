@@ -16,6 +16,7 @@ from hub_cards.encoding import load_model
 from hub_cards.eos_tokenizer import append_eos
 from hub_cards.export import publish
 from hub_cards.onnx_export import _require_equal, export_onnx
+from hub_cards.privacy import check_private
 from modeling_revela import RevelaForPreTraining
 
 TEXTS = ["the river", "a boat at the bridge near the market " * 5, "boats"]
@@ -68,6 +69,15 @@ def test_graph_that_gives_nan_is_told_from_one_that_is_equal(published):
             )
 
 
+def test_graph_says_nothing_of_this_machine(published):
+    for package in ("onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    content = export_onnx(published["bert"]).read_bytes()
+    assert b"stack_trace" not in content and b".py" not in content and b"site-packages" not in content
+    check_private(published["bert"])
+    shutil.rmtree(published["bert"] / "onnx")
+
+
 @pytest.mark.slow
 def test_openvino_is_equal_to_torch_for_encoders_and_decoders(published):
     for package in ("onnxscript", "onnxruntime"):
@@ -76,6 +86,7 @@ def test_openvino_is_equal_to_torch_for_encoders_and_decoders(published):
     for folder in published.values():
         file = export_onnx(folder, openvino=True)
         assert sorted(path.name for path in (folder / "openvino").iterdir()) == ["openvino_model.bin", file.name]
+        check_private(folder)
         assert not (folder / "onnx").exists()
         compiled = openvino.compile_model(str(file), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
         model = load_model(folder, device="cpu")
