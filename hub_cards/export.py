@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -137,6 +138,12 @@ def write_beside(
             record["card"] = said
         text = json.dumps(record, indent=2, ensure_ascii=False)
         (staging / EXPORT_RECORD).write_text(text + "\n", encoding="utf-8")
+        if graphs := [name for name in ("onnx", "openvino") if (out / name).exists()]:
+            print(
+                f"{out}: {' and '.join(graphs)} of the earlier export is not taken over: write it again by "
+                "`revela-hub export-onnx`.",
+                file=sys.stderr,
+            )
         if card:
             write_card(staging, name=out.resolve().name, **facts)
         if out.exists():

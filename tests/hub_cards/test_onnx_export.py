@@ -1,5 +1,6 @@
 """ONNX beside a published folder: equal to torch, here and through sentence-transformers' own back-end."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import torch
 from sentence_transformers import SentenceTransformer
 from transformers import AutoTokenizer
 
+from hub_cards.checkpoints import EXPORT_RECORD, check_graphs
 from hub_cards.encoding import load_model
 from hub_cards.eos_tokenizer import append_eos
 from hub_cards.export import publish
@@ -69,10 +71,16 @@ def test_graph_that_gives_nan_is_told_from_one_that_is_equal(published):
             )
 
 
-def test_graph_says_nothing_of_this_machine(published):
+def test_graph_says_nothing_of_this_machine_and_is_recorded(published):
     for package in ("onnxscript", "onnxruntime"):
         pytest.importorskip(package)
+    (published["bert"] / EXPORT_RECORD).write_text('{"files": ["config.json"]}')
     content = export_onnx(published["bert"]).read_bytes()
+    record = json.loads((published["bert"] / EXPORT_RECORD).read_text())
+    assert record["files"] == ["config.json", "onnx", "onnx/model.onnx"]
+    assert record["graphs"]["onnx"]["files"] == {"onnx/model.onnx": hashlib.sha256(content).hexdigest()}
+    check_graphs(published["bert"])
+    (published["bert"] / EXPORT_RECORD).unlink()
     assert b"stack_trace" not in content and b".py" not in content and b"site-packages" not in content
     check_private(published["bert"])
     shutil.rmtree(published["bert"] / "onnx")
