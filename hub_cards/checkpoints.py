@@ -184,9 +184,11 @@ def _made_of(folder: Path) -> dict[str, str]:
 
 
 def _sha256(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal digits."""
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _write_whole(path: Path, text: str) -> None:
