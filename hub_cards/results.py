@@ -23,6 +23,7 @@ _MEASURES = {
     "recall_at_100": "R@100",
     "retrieval_gain": "gain",
 }
+_MTEB = "https://github.com/embeddings-benchmark/mteb/"
 _COMMIT = re.compile("[0-9a-f]{40}")
 _STANDARDISED = " (standardised)"
 
@@ -125,14 +126,17 @@ def as_eval_results(results: list[dict]) -> tuple[list[EvalResult], dict[str, li
                     )
                 )
             if dataset.get("path"):
-                notes = "nDCG@10 of `revela-hub evaluate`" + (f", mteb {result['mteb']}" if result["mteb"] else "")
+                by = f"mteb {result['mteb']}" if result["mteb"] else "mteb"
                 entry = EvalResultEntry(
                     dataset_id=dataset["path"],
                     task_id=row["task"],
-                    value=round(row["scores"]["ndcg_at_10"], 5),
+                    # In percent, as mteb writes them there; the index of a card has 0..1, as mteb's does.
+                    value=round(100 * row["scores"]["ndcg_at_10"], 5),
                     dataset_revision=dataset.get("revision"),
                     date=result["date"],
-                    notes=notes,
+                    source_url=_MTEB,
+                    source_name=by,
+                    notes=f"nDCG@10 of `revela-hub evaluate`, {by}",
                 )
                 file = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', row['task'])}.yaml"
                 files[file] = eval_result_entries_to_yaml([entry])
