@@ -36,6 +36,8 @@ _METADATA = {
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _POOLINGS = {"lasttoken": "eos", "cls_token": "cls", "mean_tokens": "mean"}
 _UNITS = ("groups", "sequences")
+# What a training record says that a licence and a language follow from.
+_SOURCES = ("base_models", "local_models", "data")
 
 
 def write_card(
@@ -181,8 +183,9 @@ def said_before(earlier: Path, folder: Path) -> dict:
     """
     What people said of an export, as far as it holds of the one that is about to take its place.
 
-    Results hold if both make the same embeddings, or likelihoods, of the texts of `revela_check.json`; otherwise it is
-    said which are left out. The base model is taken over where the training does not tell.
+    Results hold if both make the same embeddings, or likelihoods, of the texts of `revela_check.json`; licence,
+    language and data sets if both were trained from the same base on the same text. It is said what is left out. The
+    base model is taken over where the training does not tell.
 
     Args:
         earlier: a folder that need not be there.
@@ -193,6 +196,15 @@ def said_before(earlier: Path, folder: Path) -> dict:
     """
     facts = dict(_read(earlier / EXPORT_RECORD).get("card", {}))
     facts.pop("origin", None)  # of the weights that were there
+    before, now = ({name: read_training_record(path).get(name) for name in _SOURCES} for path in (earlier, folder))
+    if before != now:
+        left = [name for name in ("license", "language", "datasets") if facts.pop(name, None)]
+        if left:
+            print(
+                f"{earlier}: {', '.join(left)} were said of a model of another base or text and are left out of the "
+                "card: say them again.",
+                file=sys.stderr,
+            )
     if _base_model(read_training_record(folder), _kind(folder)):
         facts.pop("base_model", None)
     if facts.get("results") and not is_same_model(_read(earlier / CHECK), _read(folder / CHECK)):

@@ -22,10 +22,10 @@ from hub_cards.backbones import positions
 from hub_cards.card import CARD, said_before, take_along, was_edited, write_card
 from hub_cards.checkpoints import EXPORT_RECORD, check_folder, model_type
 from hub_cards.doors import refuse_non_finite, write_doors, write_lm
-from hub_cards.encoding import load_model, prompts_used
+from hub_cards.encoding import encode, load_model, prompts_used
 from hub_cards.eos_tokenizer import ends_with_eos, save_tokenizer
 from hub_cards.privacy import clean_configs
-from hub_cards.recorded import record_embeddings, record_lm
+from hub_cards.recorded import TEXTS, distance_from, read_record, record_embeddings, record_lm
 from modeling_retromae import RetroMAEForPreTraining
 from modeling_revela import RevelaConfig, RevelaForCausalLM, RevelaForPreTraining, RevelaPreTrainedModel
 from modeling_revela.modeling_revela_lm import add_lora
@@ -271,11 +271,15 @@ def _finetuned_writer(folder: Path, adapter_only: bool, options: dict) -> Callab
     mode = getattr(model[1], "pooling_mode", None) if len(kinds) > 1 else None
     pooling = {"lasttoken": "eos"}.get(mode, mode)
     plain = kinds in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
-    if not plain or pooling not in _ANY_POOLING:
+    if not plain or pooling not in _ANY_POOLING or not model[1].include_prompt:
         raise ValueError(
             f"{folder} is made of {', '.join(kinds)}, with pooling {mode}: what is published is a transformer with "
-            f"pooling {' or '.join(_ANY_POOLING)}, and perhaps a normalisation."
+            f"pooling {' or '.join(_ANY_POOLING)} of all tokens, and perhaps a normalisation."
         )
+    if model.similarity_fn_name not in ("cosine", "dot"):
+        raise ValueError(f"{folder} ranks by {model.similarity_fn_name}: what is published ranks by cosine or dot.")
+    if pooling == "eos" and not ends_with_eos(model.tokenizer):
+        raise ValueError(f"The tokenizer in {folder} appends no EOS, which the retriever's embedding is read from.")
     prompts, backbone = prompts_used(model), model[0].auto_model
     lengths = (options["max_length"], model.max_seq_length or options["max_length"])
     dims = getattr(backbone.config, "matryoshka_dimensions", None)
@@ -283,12 +287,21 @@ def _finetuned_writer(folder: Path, adapter_only: bool, options: dict) -> Callab
         "pooling": pooling,
         "query_prompt": prompts["query"],
         "document_prompt": prompts["document"],
-        "normalize": model.similarity_fn_name == "cosine",
+        "normalize": len(kinds) == 3 or model.similarity_fn_name == "cosine",
         "dtype": options["dtype"],
         "max_length": min(lengths),
         "matryoshka_dims": None if dims is None else dims[:-1],
     }
-    return lambda out: write_doors(backbone, model.tokenizer, out, **settings)
+    model.max_seq_length = settings["max_length"]
+    before = {side: encode(model, texts, side, progress=False) for side, texts in TEXTS.items()}
+
+    def write(out: Path) -> None:
+        write_doors(backbone, model.tokenizer, out, **settings)
+        record = read_record(out)
+        if not (distance := distance_from(before, record)) <= record["tolerance"]:
+            raise ValueError(f"{folder} would embed otherwise when published, by {distance:.2g}: please report it.")
+
+    return write
 
 
 def _revela_writer(checkpoint: Path, adapter_only: bool, options: dict) -> Callable:

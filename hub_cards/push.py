@@ -75,7 +75,7 @@ def push(
     try:
         api = HfApi(library_name="revela-hub")
         user = None if dry_run else api.whoami()
-        if is_as_written(folder):
+        if not dry_run and is_as_written(folder):
             # So that its snippets load the model by its name there. A card that someone edited is left alone.
             write_card(folder, repo_id=repo_id)
         files = check(folder)

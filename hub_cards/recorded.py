@@ -127,7 +127,7 @@ def open_doors(name: str | Path, record: dict, revision: str | None = None) -> d
     distances = {}
     for door, load in _doors(name, record).items():
         try:
-            distances[door] = _distance(load(where), record)
+            distances[door] = distance_from(load(where), record)
         except Exception as error:  # whatever a loader has to say
             raise ValueError(f"{name} does not load by {door}: {reason(error)}") from error
         # Turned round, as NaN is no distance either.
@@ -233,7 +233,8 @@ def _log_likelihoods(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
     return found
 
 
-def _distance(found: dict[str, torch.Tensor] | list[float], record: dict) -> float:
+def distance_from(found: dict[str, torch.Tensor] | list[float], record: dict) -> float:
+    """How far embeddings (side -> (N, d)) or log-likelihoods are from a record, as `open_doors` measures it."""
     expected = record["expected"]
     if isinstance(found, list):
         return float((torch.tensor(found) - torch.tensor(expected)).abs().max())
@@ -251,4 +252,13 @@ def _write(folder: Path, record: dict) -> None:
     (folder / CHECK).write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-__all__ = ["CHECK", "is_same_model", "open_doors", "read_record", "record_embeddings", "record_lm"]
+__all__ = [
+    "CHECK",
+    "TEXTS",
+    "distance_from",
+    "is_same_model",
+    "open_doors",
+    "read_record",
+    "record_embeddings",
+    "record_lm",
+]

@@ -31,9 +31,11 @@ from datasets import Dataset
 from sentence_transformers import CrossEncoder
 from transformers import set_seed
 
-from hub_cards.card import TRAINING_RECORD, read_training_record
+from hub_cards.card import TRAINING_RECORD, read_training_record, write_card
 from hub_cards.checkpoints import require_writable
 from hub_cards.encoding import prompts_used
+from hub_cards.export import export
+from hub_cards.privacy import check_private
 from modeling_revela.configuration_revela import check_matryoshka_dims
 from trainers.arguments import parse_recipe, run_script
 from trainers.backbones import leave_casting_to_autocast
@@ -69,6 +71,7 @@ from trainers.hard_negatives import (
     pad_negatives,
     save_tensors,
 )
+from trainers.pushing import PUSHING
 from trainers.record import describe_machine, describe_run
 from trainers.record import write_record as write_training_record
 
@@ -475,12 +478,18 @@ def run_to_end(run: Finetuning) -> FinetuneTrainer:
         if args.load_best_model_at_end and trainer.state.best_global_step:
             record["weights_of_step"] = trainer.state.best_global_step
         write_training_record(run.folder / TRAINING_RECORD, record)
-        saved = save_result(run.model, run.folder)
+        save_result(run.model, run.folder)
         with suppress(OSError):
             (run.folder / "eval").rmdir()  # made for evaluators that write files, which this one does not
     state.wait_for_everyone()
     if args.push_to_hub and state.is_main_process:
-        trainer.push_saved([*saved, TRAINING_RECORD])
+        # With a card of ours: sentence-transformers' own shows texts that were trained on.
+        staged = run.folder / PUSHING
+        shutil.rmtree(staged, ignore_errors=True)
+        export(run.folder, staged, dtype=str(run.model.dtype).removeprefix("torch."), card=False)
+        write_card(staged, repo_id=trainer.hub_model_id)
+        check_private(staged)
+        trainer.push_staged(staged)
     return trainer
 
 

@@ -175,34 +175,30 @@ def merge_adapters(model: SentenceTransformer) -> None:
     del model[0].auto_model.peft_config
 
 
-def save_result(model: SentenceTransformer, folder: str | os.PathLike) -> list[str]:
+def save_result(model: SentenceTransformer, folder: str | os.PathLike) -> None:
     """
     Write the retriever as a sentence-transformers folder; `modules.json`, which makes it one, comes last.
 
     Prompts, pooling, similarity and length are the model's. A published Revela retriever keeps its `revela` record,
     brought up to date, and the code that the record is for, so that it opens by all its doors as before.
-
-    Returns:
-        The names of the files and folders of it.
     """
     folder = Path(folder)
     staging = folder / STAGING
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     _update_record(model)
-    model.save_pretrained(str(staging))
+    # Its card would show texts that were trained on; `revela-hub export` writes another.
+    model.save_pretrained(str(staging), create_model_card=False)
     save_tokenizer(model.tokenizer, staging)
     _write_for_servers(model, staging)
     if getattr(model[0].auto_model.config, "revela", None) is not None:
         copy_code(staging)
-    paths = sorted(staging.iterdir(), key=lambda path: path.name == "modules.json")
-    for path in paths:
+    for path in sorted(staging.iterdir(), key=lambda path: path.name == "modules.json"):
         target = folder / path.name
         if target.is_dir():
             shutil.rmtree(target)
         os.replace(path, target)
     staging.rmdir()
-    return [path.name for path in paths]
 
 
 def _write_for_servers(model: SentenceTransformer, folder: Path) -> None:

@@ -74,20 +74,20 @@ class PushingTrainer(Trainer):
         if not self.is_world_process_zero():
             return None
         self.create_model_card(model_name=self.hub_model_id.split("/")[-1], **kwargs)
-        return self.push_saved([*self._saved, "README.md"], commit_message, blocking, token, revision)
+        self._finish_current_push()
+        staged = self._stage(Path(self.args.output_dir), [*self._saved, "README.md"])
+        return self.push_staged(staged, commit_message, blocking, token, revision)
 
-    def push_saved(
+    def push_staged(
         self,
-        names: Iterable[str],
+        staged: Path,
         commit_message: str = "End of training",
         blocking: bool = True,
         token: str | None = None,
         revision: str | None = None,
     ):
-        """Send parts of the output folder, when what is on its way has arrived; raises as `push_to_hub`."""
-        self._finish_current_push()
+        """Send a folder's files, and delete it; raises as `push_to_hub`."""
         folder = Path(self.args.output_dir)
-        staged = self._stage(folder, names)
         token, revision = token or self.args.hub_token, revision or self.args.hub_revision
         job = self._send(staged, commit_message, token, revision, is_told=not blocking)
         if not blocking:

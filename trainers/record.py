@@ -21,7 +21,7 @@ _NO_OPTIONS = (
     "log_level_replica", "log_on_each_node", "disable_tqdm", "report_to", "save_total_limit", "run_name", "project",
     "use_cpu",
     "accelerator_config", "parallelism_config", "deepspeed", "fsdp", "fsdp_config", "debug", "local_rank", "hub_token",
-    "hub_model_id", "hub_private_repo", "hub_strategy", "hub_always_push", "hub_revision", "train_sets",
+    "push_to_hub", "hub_model_id", "hub_private_repo", "hub_strategy", "hub_always_push", "hub_revision", "train_sets",
     "validation_set", "remove_unused_columns", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",
     "dataloader_pin_memory", "do_eval", "prediction_loss_only",
 )  # fmt: skip

@@ -420,8 +420,9 @@ def test_card_that_was_edited_is_told_from_one_that_was_written(with_results):
     assert (with_results / "README.md").read_text() == edited
     write_card(with_results)
     assert is_as_written(with_results)
+    before = {path: path.read_bytes() for path in with_results.rglob("*") if path.is_file()}
     push(with_results, "org/name", dry_run=True)
-    assert 'SentenceTransformer("org/name")' in card_of(with_results).text
+    assert before == {path: path.read_bytes() for path in with_results.rglob("*") if path.is_file()}
 
 
 def test_files_of_the_card_belong_to_the_export(with_results):
@@ -452,6 +453,17 @@ def test_what_was_said_outlives_an_export_over_it_and_results_do_if_the_weights_
     export(runs["revela"], with_results, overwrite=True, card=False)
     write_card(with_results)
     assert card_of(with_results).data.license == "apache-2.0"
+
+
+def test_what_was_said_of_another_base_or_text_is_left_out(with_results, runs, tmp_path, capsys):
+    other = Path(shutil.copytree(runs["revela"], tmp_path / "other"))
+    record = json.loads((other / TRAINING_RECORD).read_text())
+    record["data"][0]["sha256"] = "of another text"
+    (other / TRAINING_RECORD).write_text(json.dumps(record))
+    export(other, with_results, overwrite=True)
+    data = card_of(with_results).data
+    assert (data.license, data.language) == (None, None) and data.base_model == BASE
+    assert "license, language were said of a model of another base or text" in capsys.readouterr().err
 
 
 def test_card_edited_by_hand_is_not_exported_over(with_results, runs):

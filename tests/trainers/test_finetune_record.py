@@ -8,7 +8,9 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
+from pytest import approx
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.models import Normalize, Pooling, Transformer
 
 from hub_cards.card import RECIPE, TRAINING_RECORD, write_card
 from hub_cards.encoding import encode
@@ -144,3 +146,23 @@ def test_a_fine_tuned_retriever_is_exported_to_what_push_takes(secret, tmp_path,
         export(out, tmp_path / "again")
     with pytest.raises(ValueError, match="its only part is the retriever"):
         export(folder, tmp_path / "again", part="lm")
+
+
+def test_a_retriever_that_would_embed_otherwise_when_published_is_refused(secret, tmp_path):
+    def saved(name: str, pooling: Pooling, *more, **options) -> Path:
+        transformer = Transformer(str(secret / "encoder"))
+        SentenceTransformer(modules=[transformer, pooling, *more], **options).save_pretrained(str(tmp_path / name))
+        return tmp_path / name
+
+    mean = Pooling(32, "mean")
+    for folder, message in (
+        (saved("without-prompt", Pooling(32, "mean", include_prompt=False)), "of all tokens"),
+        (saved("euclidean", mean, similarity_fn_name="euclidean"), "ranks by euclidean"),
+        (saved("last", Pooling(32, "lasttoken")), "appends no EOS"),
+        (saved("max", Pooling(32, "max")), "with pooling max"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            export(folder, tmp_path / "published")
+    # Unit length, by whatever they are compared.
+    out = export(saved("dot", mean, Normalize(), similarity_fn_name="dot"), tmp_path / "published")
+    assert SentenceTransformer(str(out)).encode("bato").dot(SentenceTransformer(str(out)).encode("bato")) == approx(1)

@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from sentence_transformers import SentenceTransformer
 
 from tests.hub_client import HubClient
 from tests.hub_server import HubServer
 from trainers.checkpoints import damage
+from trainers.data.prepared import load_groups
 
 
 @pytest.fixture(scope="module")
@@ -140,13 +142,19 @@ def test_failed_pushes_are_told_and_the_run_is_saved(hub, train, tmp_path):
     assert done.code == 2 and "error: The Hub does not know the token in HF_TOKEN: make one at" in done.err
 
 
-def test_a_fine_tuned_retriever_is_pushed_once_it_is_whole(hub, train, tmp_path):
+def test_a_fine_tuned_retriever_is_pushed_once_it_is_whole(hub, train, prepared_folder, tmp_path):
     output = tmp_path / "run"
     done = train("contriever", output, "--hub_model_id", "alice/pairs")
     assert done.code == 0, done.err[-3000:]
     assert hub.repositories["alice/pairs"].messages == ["initial commit", "End of training"]
     files = pushed(hub, "alice/pairs")
-    assert {"modules.json", "1_Pooling/config.json", "model.safetensors", "training_record.json"} <= files.keys()
+    assert {"modules.json", "model.safetensors", "training_record.json", "revela_check.json"} <= files.keys()
     assert not [path for path in files if path.startswith("checkpoint-") or path == "finetune.json"]
+    card = files["README.md"].decode()
+    assert "alice/pairs" in card and "push_to_hub" not in card + files["recipe.yaml"].decode()
+    texts = [row["texts"][0] for row in load_groups(prepared_folder, "train")]
     for path, data in files.items():
         assert str(tmp_path.parent.parent).encode() not in data, f"a local path in {path}"
+        assert not [text for text in texts if text[:40].encode() in data], f"a training text in {path}"
+    assert SentenceTransformer(str(output)).encode("boats").shape == (32,)
+    assert not (output / ".pushing").exists()
