@@ -97,7 +97,7 @@ def export(
     elif kind == "retromae":
         write = _retromae_writer(checkpoint, adapter_only, pooling, options)
     elif kind == "finetuned":
-        write = _finetuned_writer(checkpoint, adapter_only, options)
+        write = finetuned_writer(checkpoint, adapter_only, options)
     else:
         write = _revela_writer(checkpoint, adapter_only, options)
     return write_beside(out, write, checkpoint, card)
@@ -263,10 +263,23 @@ def _retromae_writer(checkpoint: Path, adapter_only: bool, pooling: str | None, 
     return lambda folder: write_doors(model.encoder, tokenizer, folder, pooling=pooling, **options)
 
 
-def _finetuned_writer(folder: Path, adapter_only: bool, options: dict) -> Callable:
+def finetuned_writer(
+    folder: Path, adapter_only: bool, options: dict, prompts_said: dict[str, str] | None = None
+) -> Callable[[Path], None]:
+    """
+    What writes a sentence-transformers folder anew in our format, checked to embed as before.
+
+    Args:
+        options: `dtype` and `max_length`.
+        prompts_said: by side (`query`, `document`), in place of those in the folder.
+
+    Raises:
+        ValueError: for a folder that embeds in a way which the format cannot say.
+    """
     if adapter_only:
         raise ValueError(f"{folder} is a fine-tuned retriever, its adapter merged: export it whole.")
     model = load_model(folder, device="cpu")
+    model.prompts = {**model.prompts, **(prompts_said or {})}
     kinds = [type(module).__name__ for module in model]
     mode = getattr(model[1], "pooling_mode", None) if len(kinds) > 1 else None
     pooling = {"lasttoken": "eos"}.get(mode, mode)
@@ -425,6 +438,7 @@ __all__ = [
     "PARTS",
     "POOLINGS",
     "export",
+    "finetuned_writer",
     "lm_tokenizer",
     "merged_retriever",
     "publish",
