@@ -14,7 +14,7 @@ from hub_cards import ranking
 from hub_cards.beir_folder import BeirFolder, load_beir_folder
 from hub_cards.encoding import describe_model, encode, load_model, model_fingerprint
 from hub_cards.report import finish, make_results, require_writable, write_json
-from hub_cards.retrieval_metric.retrieval_metric import MEASURES, score_run
+from hub_cards.retrieval_metric.retrieval_metric import score_run
 from hub_cards.validation import read_groups, sibling_retrieval
 
 METRIC_PATH = Path(__file__).parent / "retrieval_metric"
@@ -258,8 +258,9 @@ def _evaluate_mteb(specs: list[dict], names: Sequence, settings: dict, out, prog
     rows.sort(key=lambda row: description["tasks"].index(row["task"]))
     if len(tasks) > 1:
         for name, role in {row["model"]: row["role"] for row in rows}.items():
-            own = [row["scores"] for row in rows if row["model"] == name]
-            means = {measure: sum(scores[measure] for scores in own) / len(own) for measure in MEASURES}
+            means = mteb_tasks.mean_of_tasks(
+                label, {row["task"]: row["scores"] for row in rows if row["model"] == name}
+            )
             rows.append({"model": name, "role": role, "task": "mean", "scores": means})
     if partial is not None:
         partial.unlink()
