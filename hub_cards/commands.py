@@ -177,7 +177,8 @@ def import_released(
 
     SOURCE is Revela's, RepLLaMA's or Tevatron's PEFT adapter, which is merged into its base model, or an encoder such
     as RetroMAE's, or a sentence-transformers folder, which says itself how it embeds. Of others say how they
-    embed where that is not the usual for their kind: the authors' page tells. No pickle is read, and no code that comes with SOURCE is run.
+    embed where that is not the usual for their kind: the authors' page tells. No pickle is read, and no code that
+    comes with SOURCE is run.
 
     \b
     revela-hub import trumancai/Revela-3b revela-3b/ --dtype bfloat16
