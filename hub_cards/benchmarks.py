@@ -174,7 +174,7 @@ class _Run:
             "standardised": False,
             **describe_model(self.model),
             "prompts": settings["prompts"],
-            "dataset": settings["dataset"],
+            "dataset": mteb_tasks.dataset_of_task(task),
             "fingerprint": self.fingerprint,
             "seconds": {"all": round(sum(one["seconds"] for one in kept), 3)},
         }
@@ -227,8 +227,9 @@ def _results(label: str, tasks: Sequence, rows: list[dict], settings: dict) -> d
     rows = sorted(rows, key=lambda row: names.index(row["task"]))
     if len(tasks) > 1:
         for model in dict.fromkeys(row["model"] for row in rows):
-            own = [row["scores"] for row in rows if row["model"] == model]
-            means = {measure: sum(scores[measure] for scores in own) / len(own) for measure in own[0]}
+            means = mteb_tasks.mean_of_tasks(
+                label, {row["task"]: row["scores"] for row in rows if row["model"] == model}
+            )
             rows.append({"model": model, "role": "model", "task": "mean", "scores": means})
     return make_results({"name": label, "kind": "mteb", "tasks": names}, rows, settings)
 

@@ -1,5 +1,6 @@
 """What a folder of weights says it is, and whether it may be loaded or written; found out without loading any."""
 
+import hashlib
 import json
 import os
 import tempfile
@@ -135,6 +136,71 @@ def broken(file: Path) -> str | None:
         return str(error)
 
 
+def record_graph(folder: str | Path, kind: str) -> None:
+    """
+    Note in a published folder's `EXPORT_RECORD` the files of a graph, and which weights it was made of.
+
+    A folder without a record, as fine-tuning writes it, stays without.
+
+    Args:
+        kind: its folder, `"onnx"` or `"openvino"`.
+    """
+    folder = Path(folder)
+    path = folder / EXPORT_RECORD
+    if not path.is_file():
+        return
+    record = _read_json(path, dict)
+    files = sorted(file.relative_to(folder).as_posix() for file in (folder / kind).iterdir())
+    digests = {name: _sha256(folder / name) for name in files}
+    record["graphs"] = record.get("graphs", {}) | {kind: {"made_of": _made_of(folder), "files": digests}}
+    record["files"] = sorted({*record["files"], kind, *files})
+    _write_whole(path, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+
+
+def check_graphs(folder: str | Path) -> None:
+    """
+    Whether the ONNX and OpenVINO files that a published folder's record names are those of its weights.
+
+    Raises:
+        ValueError: naming a file that is not as it was written, or a graph that was made of other weights.
+    """
+    folder = Path(folder)
+    for kind, graph in _read_json(folder / EXPORT_RECORD, dict).get("graphs", {}).items():
+        if not (folder / kind).exists():
+            continue
+        again = (
+            f"write it again by `revela-hub export-onnx {folder}{' --openvino' * (kind == 'openvino')} --overwrite`."
+        )
+        for name, digest in graph["files"].items():
+            if not (folder / name).is_file() or _sha256(folder / name) != digest:
+                raise ValueError(f"{folder / name} is not as it was written: {again}")
+        if graph.get("made_of") != _made_of(folder):
+            raise ValueError(f"{folder / kind} was made of other weights than those beside it: {again}")
+
+
+def _made_of(folder: Path) -> dict[str, str]:
+    """What decides a graph, by file."""
+    return {file.name: _sha256(file) for file in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]}
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a text whole or not at all: beside, then renamed."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
 def _check_weights(part: Path, root: Path, may_be_sharded: bool) -> None:
     for pickled, safe in _PICKLES.items():
         read = [f"{safe}.safetensors"] + [f"{safe}.safetensors.index.json"] * may_be_sharded
@@ -185,7 +251,9 @@ __all__ = [
     "EXPORT_RECORD",
     "broken",
     "check_folder",
+    "check_graphs",
     "model_type",
+    "record_graph",
     "require_base",
     "require_whole",
     "require_writable",

@@ -176,8 +176,9 @@ def import_released(
     """Turn a retriever that others released into the format that export writes.
 
     SOURCE is Revela's, RepLLaMA's or Tevatron's PEFT adapter, which is merged into its base model, or an encoder such
-    as RetroMAE's. Say how it embeds where that is not the usual for its kind: its authors' page tells. No pickle is
-    read, and no code that comes with SOURCE is run.
+    as RetroMAE's, or a sentence-transformers folder, which says itself how it embeds. Of others say how they
+    embed where that is not the usual for their kind: the authors' page tells. No pickle is read, and no code that
+    comes with SOURCE is run.
 
     \b
     revela-hub import trumancai/Revela-3b revela-3b/ --dtype bfloat16

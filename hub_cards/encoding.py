@@ -3,6 +3,7 @@
 import hashlib
 import sys
 from collections.abc import Iterable
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
@@ -14,8 +15,9 @@ from hub_cards.checkpoints import check_folder, model_type, require_base
 from hub_cards.hub import explain, require_here_or_hub
 from hub_cards.ranking import as_tensor
 
-# Files that `export` and `card` write about a model.
-_RECORDS = ("revela_export.json", "revela_check.json", "training_record.json", "recipe.yaml")
+# What tells of a model, or is made of it, and changes no embedding of it.
+_BESIDE = ("revela_export.json", "revela_check.json", "training_record.json", "recipe.yaml", "*.md", "*.png", "*.svg")
+_BESIDE += ("LICENSE*", "NOTICE*", "CITATION.cff", "onnx/*", "openvino/*")
 
 
 def load_model(model: str | Path | SentenceTransformer, **options) -> SentenceTransformer:
@@ -80,7 +82,8 @@ def model_fingerprint(model: str) -> str:
     """
     What a model is, wherever it lies: the commit of one from the Hub, of a folder a hash of its files.
 
-    The model card, its pictures and the records of where the model comes from are left out: they change no embedding.
+    The model card, its pictures, licences, the records of where the model comes from, and graphs that were made of it
+    are left out: they change no embedding.
     """
     folder = Path(model)
     if not folder.is_dir():
@@ -89,10 +92,10 @@ def model_fingerprint(model: str) -> str:
         return Path(snapshot_download(model, local_files_only=True)).name
     digest = hashlib.blake2b(digest_size=16)
     for file in sorted(folder.rglob("*")):
-        name = file.relative_to(folder)
-        is_told = file.suffix in (".md", ".png") or file.name in _RECORDS
-        if file.is_file() and not is_told and not any(part.startswith(".") for part in name.parts):
-            digest.update(f"{name.as_posix()}\0{file.stat().st_size}\0".encode())
+        name = file.relative_to(folder).as_posix()
+        is_beside = any(fnmatch(name, pattern) for pattern in _BESIDE)
+        if file.is_file() and not is_beside and not any(part.startswith(".") for part in name.split("/")):
+            digest.update(f"{name}\0{file.stat().st_size}\0".encode())
             with open(file, "rb") as content:
                 while block := content.read(1 << 20):
                     digest.update(block)

@@ -12,9 +12,9 @@ from sentence_transformers import SentenceTransformer
 
 from hub_cards import ranking
 from hub_cards.beir_folder import BeirFolder, load_beir_folder
-from hub_cards.encoding import describe_model, encode, load_model
+from hub_cards.encoding import describe_model, encode, load_model, model_fingerprint
 from hub_cards.report import finish, make_results, require_writable, write_json
-from hub_cards.retrieval_metric.retrieval_metric import MEASURES, score_run
+from hub_cards.retrieval_metric.retrieval_metric import score_run
 from hub_cards.validation import read_groups, sibling_retrieval
 
 METRIC_PATH = Path(__file__).parent / "retrieval_metric"
@@ -60,7 +60,7 @@ def evaluate(
 
     Returns:
         What the JSON file holds: `task`, `rows` (one a model and task, in the order shown: scores, prompts,
-        max_seq_length, seconds, …), `settings`, `versions`, `date`.
+        max_seq_length, seconds, …, and of a folder or Hub id the `fingerprint`), `settings`, `versions`, `date`.
 
     Raises:
         FileNotFoundError, ValueError: on a folder that is not a test set, an unknown task (near names are given), a
@@ -133,8 +133,7 @@ def evaluate_groups(
     groups = list(groups)
     rows = []
     for spec in specs:
-        model = load_model(spec["model"])
-        _check_dims(spec, model)
+        model = _load(spec)
         embeddings = {}
 
         def encoder(side, dim, model=model, embeddings=embeddings):
@@ -169,8 +168,7 @@ def evaluate_groups(
 
 
 def _beir_rows(spec: dict, test_set: BeirFolder, batch_size: int, progress: bool) -> list[dict]:
-    model = load_model(spec["model"])
-    _check_dims(spec, model)
+    model = _load(spec)
     seconds = {}
     start = time.perf_counter()
     queries = encode(model, test_set.queries.values(), "query", batch_size, progress)
@@ -247,8 +245,7 @@ def _evaluate_mteb(specs: list[dict], names: Sequence, settings: dict, out, prog
     partial = None if out is None else Path(f"{out}.partial")
     rows = []
     for spec in specs:
-        model = load_model(spec["model"])
-        _check_dims(spec, model)
+        model = _load(spec)
         own_dim = model.truncate_dim
         for (_, dim), task in product(_variants(spec), tasks):
             model.truncate_dim = dim or own_dim
@@ -261,8 +258,9 @@ def _evaluate_mteb(specs: list[dict], names: Sequence, settings: dict, out, prog
     rows.sort(key=lambda row: description["tasks"].index(row["task"]))
     if len(tasks) > 1:
         for name, role in {row["model"]: row["role"] for row in rows}.items():
-            own = [row["scores"] for row in rows if row["model"] == name]
-            means = {measure: sum(scores[measure] for scores in own) / len(own) for measure in MEASURES}
+            means = mteb_tasks.mean_of_tasks(
+                label, {row["task"]: row["scores"] for row in rows if row["model"] == name}
+            )
             rows.append({"model": name, "role": role, "task": "mean", "scores": means})
     if partial is not None:
         partial.unlink()
@@ -287,6 +285,8 @@ def _model_row(
         "standardised": standardised,
         "truncate_dim": dim,
         **describe_model(model),
+        # Of a model in memory nobody can tell later which it was.
+        **({"fingerprint": spec["fingerprint"]} if "fingerprint" in spec else {}),
         "seconds": seconds,
     }
 
@@ -329,6 +329,14 @@ def _variants(spec: dict) -> list[tuple[bool, int | None]]:
     """(standardised, dimensions or `None` for all) of each row that a model is to have."""
     uses = [standardised for standardised, use in ((False, "plain"), (True, "standardised")) if spec[use]]
     return [(standardised, dim) for dim in (None, *spec["dims"]) for standardised in uses]
+
+
+def _load(spec: dict) -> SentenceTransformer:
+    model = load_model(spec["model"])
+    _check_dims(spec, model)
+    if isinstance(spec["model"], str):
+        spec["fingerprint"] = model_fingerprint(spec["model"])
+    return model
 
 
 def _check_dims(spec: dict, model: SentenceTransformer) -> None:

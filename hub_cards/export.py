@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,7 +97,7 @@ def export(
     elif kind == "retromae":
         write = _retromae_writer(checkpoint, adapter_only, pooling, options)
     elif kind == "finetuned":
-        write = _finetuned_writer(checkpoint, adapter_only, options)
+        write = finetuned_writer(checkpoint, adapter_only, options)
     else:
         write = _revela_writer(checkpoint, adapter_only, options)
     return write_beside(out, write, checkpoint, card)
@@ -137,6 +138,12 @@ def write_beside(
             record["card"] = said
         text = json.dumps(record, indent=2, ensure_ascii=False)
         (staging / EXPORT_RECORD).write_text(text + "\n", encoding="utf-8")
+        if graphs := [name for name in ("onnx", "openvino") if (out / name).exists()]:
+            print(
+                f"{out}: {' and '.join(graphs)} of the earlier export is not taken over: write it again by "
+                "`revela-hub export-onnx`.",
+                file=sys.stderr,
+            )
         if card:
             write_card(staging, name=out.resolve().name, **facts)
         if out.exists():
@@ -256,10 +263,23 @@ def _retromae_writer(checkpoint: Path, adapter_only: bool, pooling: str | None, 
     return lambda folder: write_doors(model.encoder, tokenizer, folder, pooling=pooling, **options)
 
 
-def _finetuned_writer(folder: Path, adapter_only: bool, options: dict) -> Callable:
+def finetuned_writer(
+    folder: Path, adapter_only: bool, options: dict, prompts_said: dict[str, str] | None = None
+) -> Callable[[Path], None]:
+    """
+    What writes a sentence-transformers folder anew in our format, checked to embed as before.
+
+    Args:
+        options: `dtype` and `max_length`.
+        prompts_said: by side (`query`, `document`), in place of those in the folder.
+
+    Raises:
+        ValueError: for a folder that embeds in a way which the format cannot say.
+    """
     if adapter_only:
         raise ValueError(f"{folder} is a fine-tuned retriever, its adapter merged: export it whole.")
     model = load_model(folder, device="cpu")
+    model.prompts = {**model.prompts, **(prompts_said or {})}
     kinds = [type(module).__name__ for module in model]
     mode = getattr(model[1], "pooling_mode", None) if len(kinds) > 1 else None
     pooling = {"lasttoken": "eos"}.get(mode, mode)
@@ -423,6 +443,7 @@ __all__ = [
     "PARTS",
     "POOLINGS",
     "export",
+    "finetuned_writer",
     "lm_tokenizer",
     "merged_retriever",
     "publish",

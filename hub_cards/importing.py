@@ -23,7 +23,7 @@ from hub_cards.backbones import set_pad_token
 from hub_cards.checkpoints import check_folder, model_type
 from hub_cards.doors import write_doors
 from hub_cards.eos_tokenizer import append_eos
-from hub_cards.export import MAX_LENGTH, require_writable, torch_dtype, write_beside
+from hub_cards.export import MAX_LENGTH, finetuned_writer, require_writable, torch_dtype, write_beside
 from hub_cards.hub import reason, require_here_or_hub
 from hub_cards.privacy import hub_id
 from modeling_revela.configuration_revela import POOLINGS, require_stock
@@ -59,7 +59,9 @@ def import_model(
     The kind is told by the files: with an adapter_config.json it is a PEFT adapter (Revela's, RepLLaMA's, Tevatron's),
     which peft merges into its base; otherwise a masked LM (RetroMAE's), which keeps its head, an encoder, or an LLM.
     Adapters and LLMs get EOS at the end of a text, which they pool, the prompts `query: ` and `passage: `, and L2
-    normalisation; encoders are pooled at CLS and get neither prompts nor normalisation. Each can be said otherwise.
+    normalisation; encoders are pooled at CLS and get neither prompts nor normalisation. Each can be said otherwise. A
+    sentence-transformers folder (modules.json) says its pooling, normalisation, prompts and length itself; only
+    prompts and a shorter length can be said.
 
     Args:
         source: a folder or Hub id.
@@ -92,6 +94,16 @@ def import_model(
         kind = "llm"
     elif base is not None:
         raise ValueError(f"{source} is no adapter, it has no adapter_config.json: leave --base out.")
+    elif (folder / "modules.json").exists():
+        if pooling is not None or normalize is not None:
+            raise ValueError(
+                f"{source} has a modules.json, which says how it pools and normalises: leave --pooling, --normalize "
+                "and --no-normalize out."
+            )
+        said = {"query": query_prompt, "document": document_prompt}
+        said = {side: prompt for side, prompt in said.items() if prompt is not None}
+        write = finetuned_writer(folder, False, {"dtype": dtype, "max_length": max_length}, said)
+        return write_beside(out, write, **_origin(source, revision, None))
     else:
         model, tokenizer = _whole_model(folder)
         kind = "encoder" if model.config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES else "llm"

@@ -85,7 +85,7 @@ def evaluate_task(model, task, batch_size: int, progress: bool) -> dict:
 
     Returns:
         `task`, `scores` (means over the task's splits and subsets, in 0..1), `prompts` as mteb applies them,
-        `dataset` (path and revision), `seconds`.
+        `dataset` (path and revision; `None` for an aggregate), `seconds`.
 
     Raises:
         RuntimeError: if the task's data does not load, as without network.
@@ -98,7 +98,7 @@ def evaluate_task(model, task, batch_size: int, progress: bool) -> dict:
         "task": task.metadata.name,
         "scores": mean_scores(results),
         "prompts": prompts_of_task(wrapped, members[0]),
-        "dataset": dataset_of_task(members[0]),
+        "dataset": dataset_of_task(task),
         "seconds": {"all": round(time.perf_counter() - start, 3)},
     }
 
@@ -141,13 +141,28 @@ def mean_scores(results: Sequence, measures: Sequence[str] = tuple(MEASURES)) ->
     }
 
 
+def mean_of_tasks(label: str, scores: dict[str, dict[str, float]]) -> dict[str, float]:
+    """
+    Means over tasks, a row of its own in a table of results.
+
+    Args:
+        label: what `resolve` calls the whole. RetroMAE trains on MS MARCO, and its Table 1 averages the others alone.
+        scores: by task and measure.
+    """
+    left_out = ("MSMARCO",) if label == RETROMAE else ()
+    kept = [of_task for task, of_task in scores.items() if task not in left_out]
+    return {measure: sum(one[measure] for one in kept) / len(kept) for measure in kept[0]}
+
+
 def prompts_of_task(wrapped, task) -> dict[str, str]:
     """What goes before a query and a document of a task, as mteb applies it."""
     return {side: _prompt(wrapped, task.metadata, PromptType(side)) for side in ("query", "document")}
 
 
-def dataset_of_task(task) -> dict:
-    """Path and revision of a task's dataset on the Hub."""
+def dataset_of_task(task) -> dict | None:
+    """Path and revision of a task's dataset on the Hub; `None` for an aggregate, which has one a member."""
+    if task.is_aggregate:
+        return None
     return {key: task.metadata.dataset.get(key) for key in ("path", "revision")}
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hub_cards.checkpoints import check_folder
+from hub_cards.checkpoints import check_folder, record_graph
 from hub_cards.encoding import load_model
 
 TOLERANCE = 1e-3
@@ -28,6 +28,8 @@ _TEXTS = (
 def export_onnx(folder: str | Path, overwrite: bool = False, openvino: bool = False) -> Path:
     """
     Write `onnx/model.onnx` into a published folder: float32, any batch and length.
+
+    The folder's `revela_export.json` notes the files and the weights that they were made of, for `push` to check.
 
     Args:
         folder: what `revela-hub export` or fine-tuning wrote.
@@ -82,6 +84,7 @@ def export_onnx(folder: str | Path, overwrite: bool = False, openvino: bool = Fa
         if out.exists():
             shutil.rmtree(out)
         os.replace(staging, out)
+        record_graph(folder, out.name)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return out / file.name
@@ -113,6 +116,9 @@ def _export(module: nn.Module, inputs: dict[str, torch.Tensor], file: Path) -> N
         dynamic_shapes=dict.fromkeys(inputs, free),
         verbose=False,
     )
+    # Of each node torch notes where on this machine the code lies that it comes from.
+    for node in program.model.graph.all_nodes():
+        node.metadata_props.clear()
     size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     program.save(str(file), external_data=size > 1.9e9)  # one file of protobuf may have 2 GB
 

@@ -1,6 +1,7 @@
 """What must not leave the machine that a model was trained on: local paths, host names, tokens."""
 
 import json
+import mmap
 import os
 import re
 import socket
@@ -8,7 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 # Texts that a published folder holds beside its weights. A vocabulary may hold anything, `/usr/bin/` and `/home/` too.
-_TEXTS = (".json", ".jsonl", ".md", ".yaml", ".yml", ".txt", ".csv", ".jinja", ".cfg", ".toml")
+_TEXTS = (".json", ".jsonl", ".md", ".yaml", ".yml", ".txt", ".csv", ".jinja", ".cfg", ".toml", ".xml")
+# What a graph says of itself stands between its weights, in which twelve such characters in a row are rare.
+_GRAPH = ".onnx"
+_READABLE = re.compile(rb"[\t\n\x20-\x7e]{12,}")
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _TOKEN = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|hf_oauth_[\w-]{20,}|api_org_[A-Za-z0-9]{20,})")
@@ -56,7 +60,7 @@ def clean_configs(folder: Path) -> None:
 
 def check_private(folder: Path) -> None:
     """
-    Look for tokens of the Hub, local paths and this machine's name in the texts of a folder.
+    Look for tokens of the Hub, local paths and this machine's name in the texts of a folder, and in ONNX graphs.
 
     Raises:
         ValueError: naming the file and, but for tokens, what was found.
@@ -64,8 +68,10 @@ def check_private(folder: Path) -> None:
     host = socket.gethostname()
     # A name such as `vm` is a word like any other.
     host = host if re.search(r"[\d.-]", host) and len(host) > 4 and host != "localhost" else None
-    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix in (*_TEXTS, ".py")):
-        text = path.read_text(encoding="utf-8", errors="replace")
+    for path in sorted(
+        path for path in folder.rglob("*") if path.is_file() and path.suffix in (*_TEXTS, _GRAPH, ".py")
+    ):
+        text = _readable(path) if path.suffix == _GRAPH else path.read_text(encoding="utf-8", errors="replace")
         name = path.relative_to(folder).as_posix()
         if _TOKEN.search(text):
             raise ValueError(f"{path} holds a token of the Hub: take it out, and revoke it in your settings there.")
@@ -77,6 +83,13 @@ def check_private(folder: Path) -> None:
             )
         if host and re.search(rf"(?<![\w-]){re.escape(host)}(?![\w-])", text):
             raise ValueError(f"{folder / name} holds this machine's name, {host!r}: take it out.")
+
+
+def _readable(path: Path) -> str:
+    if path.stat().st_size == 0:
+        return ""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return "\n".join(match[0].decode() for match in _READABLE.finditer(content))
 
 
 def _local_paths(suffix: str, text: str) -> Iterator[str]:

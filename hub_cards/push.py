@@ -13,13 +13,13 @@ from huggingface_hub.utils import validate_repo_id
 
 import modeling_revela.modeling_revela as remote_code
 from hub_cards.card import check_card, is_as_written, write_card
-from hub_cards.checkpoints import EXPORT_RECORD, check_folder
+from hub_cards.checkpoints import EXPORT_RECORD, check_folder, check_graphs
 from hub_cards.hub import explain
 from hub_cards.recorded import open_doors, read_record
 
 # What belongs into a published folder beside the files that the export wrote.
 ADDED = ("README.md", "LICENSE*", "NOTICE*", "CITATION.cff", ".eval_results/*.yaml", "*.png", "*.svg")
-ADDED += ("onnx/model.onnx*", "openvino/openvino_model.*")
+_GRAPHS = ("onnx/", "openvino/")
 # Files of either kind go to large file storage on the Hub, and are not part of git's history there.
 LARGE = 10 * 2**20
 LARGEST = 50 * 10**9
@@ -102,6 +102,7 @@ def check(folder: Path) -> list[Sent]:
     """
     files = _files(folder)
     check_folder(folder)
+    check_graphs(folder)
     _require_our_code(folder)
     for file in files:
         if file.size > LARGEST:
@@ -143,23 +144,28 @@ def _files(folder: Path) -> list[Sent]:
     if not folder.is_dir():
         raise FileNotFoundError(f"There is no folder {folder} to push.")
     try:
-        written = set(json.loads((folder / EXPORT_RECORD).read_text(encoding="utf-8"))["files"])
+        record = json.loads((folder / EXPORT_RECORD).read_text(encoding="utf-8"))
+        written = set(record["files"])
+        graphs = {kind: {kind, *graph["files"]} for kind, graph in record.get("graphs", {}).items()}
     except FileNotFoundError:
         raise ValueError(
             f"{folder} has no {EXPORT_RECORD}, so no export wrote it: push what `revela-hub export` writes."
         ) from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / EXPORT_RECORD} is broken ({error}): write the folder again.") from error
     there = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*"))}
-    if missing := sorted(written - there.keys()):
+    # A graph may be taken away as a whole.
+    gone = set().union(*(files for kind, files in graphs.items() if kind not in there))
+    if missing := sorted(written - gone - there.keys()):
         raise ValueError(f"{folder} lacks {missing[0]}, which the export wrote: write the folder again.")
     files = []
     for name, path in there.items():
         if path.is_dir():
             continue
         if name not in written and not any(fnmatch(name, pattern) for pattern in ADDED):
+            again = "write it again by `revela-hub export-onnx --overwrite`, or " if name.startswith(_GRAPHS) else ""
             raise ValueError(
-                f"{folder} holds {name}, which no export wrote and which is no card, result or figure: move it "
+                f"{folder} holds {name}, which no export wrote and which is no card, result or figure: {again}move it "
                 "elsewhere."
             )
         if not path.resolve().is_relative_to(folder.resolve()):

@@ -10,6 +10,7 @@ from huggingface_hub import EvalResult, EvalResultEntry, eval_result_entries_to_
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from hub_cards.encoding import model_fingerprint
 from hub_cards.privacy import hub_id
 
 EVAL_RESULTS = ".eval_results"
@@ -22,6 +23,8 @@ _MEASURES = {
     "recall_at_100": "R@100",
     "retrieval_gain": "gain",
 }
+_MTEB = "https://github.com/embeddings-benchmark/mteb/"
+_COMMIT = re.compile("[0-9a-f]{40}")
 _STANDARDISED = " (standardised)"
 
 
@@ -31,23 +34,39 @@ def read_results(path: str | Path, folder: Path, repo_id: str | None) -> dict:
 
     Args:
         path: what `revela-hub evaluate --out` wrote.
-        folder: the model's. Its rows are found by its path or by `repo_id`; those of the only model that was no
-            baseline are taken to be its own whatever it is called.
+        folder: the model's. Its rows are those that were measured on the same files, or by the name `repo_id` on the
+            Hub. In a file of an earlier version, which names no files, they are found by path or `repo_id`, and those
+            of the only model that was no baseline are taken to be its own whatever it is called.
 
     Returns:
         `task`, `kind`, `split`, `counts`, `date`, `mteb` (its version) and `rows`: `model` (without the path of a
         local one; `None` for our own), `standardised`, `task`, `scores`, `dataset`.
 
     Raises:
-        ValueError: for a file of another kind, or without rows of this model.
+        ValueError: for a file of another kind, or without rows of this model as it is now.
     """
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
         task, rows = found["task"], found["rows"]
         names = list(dict.fromkeys(_plain(row["model"]) for row in rows if row["role"] == "model"))
+        measured = {
+            _plain(row["model"]): row["fingerprint"]
+            for row in rows
+            if row["role"] == "model" and "fingerprint" in row and not row.get("truncate_dim")
+        }
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} holds no results that `revela-hub evaluate --out` wrote.") from error
-    own = names if len(names) == 1 else [name for name in names if _is_own(name, folder, repo_id)]
+    if measured:
+        here = model_fingerprint(str(folder))
+        # Of a repository the fingerprint is a commit.
+        own = [name for name, of in measured.items() if of == here or (name == repo_id and _COMMIT.fullmatch(of))]
+        if not own:
+            raise ValueError(
+                f"{path} was measured on {', '.join(measured)}, with other files than {folder} has: evaluate that "
+                "folder as it is now."
+            )
+    else:
+        own = names if len(names) == 1 else [name for name in names if _is_own(name, folder, repo_id)]
     if not own:
         raise ValueError(
             f"{path} has rows of {', '.join(names) or 'no model'}, and which of them is {folder} cannot be told: "
@@ -107,14 +126,17 @@ def as_eval_results(results: list[dict]) -> tuple[list[EvalResult], dict[str, li
                     )
                 )
             if dataset.get("path"):
-                notes = "nDCG@10 of `revela-hub evaluate`" + (f", mteb {result['mteb']}" if result["mteb"] else "")
+                by = f"mteb {result['mteb']}" if result["mteb"] else "mteb"
                 entry = EvalResultEntry(
                     dataset_id=dataset["path"],
                     task_id=row["task"],
-                    value=round(row["scores"]["ndcg_at_10"], 5),
+                    # In percent, as mteb writes them there; the index of a card has 0..1, as mteb's does.
+                    value=round(100 * row["scores"]["ndcg_at_10"], 5),
                     dataset_revision=dataset.get("revision"),
                     date=result["date"],
-                    notes=notes,
+                    source_url=_MTEB,
+                    source_name=by,
+                    notes=f"nDCG@10 of `revela-hub evaluate`, {by}",
                 )
                 file = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', row['task'])}.yaml"
                 files[file] = eval_result_entries_to_yaml([entry])

@@ -10,12 +10,14 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard, parse_eval_result_entries
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMaskedLM
 from typer.testing import CliRunner
 
 import revela_hub
 from hub_cards.card import RECIPE, TRAINING_RECORD, check_card, is_as_written, write_card
 from hub_cards.checkpoints import EXPORT_RECORD
+from hub_cards.evaluation import evaluate
 from hub_cards.export import export
 from hub_cards.privacy import check_private, clean_configs, hub_id
 from hub_cards.push import push
@@ -300,6 +302,21 @@ def test_name_of_the_machine_is_found(published, tmp_path, monkeypatch):
         check_private(folder)
 
 
+def test_what_is_private_is_found_between_the_weights_of_a_graph(tmp_path):
+    torch.manual_seed(0)
+    weights = torch.randn(200_000).numpy().tobytes()
+    graph = tmp_path / "model.onnx"
+    graph.write_bytes(weights + b"\x0a\x1c/model/layers.0/mlp/Add_output_0" + weights)
+    check_private(tmp_path)
+    for private, message in (
+        (b'File "/work/main/lib/modeling_bert.py", line 7', "holds the local path '/work/main/lib/modeling_bert.py'"),
+        (TOKEN.encode(), "holds a token of the Hub"),
+    ):
+        graph.write_bytes(weights + b"\x12\x40" + private + b"\x00" + weights)
+        with pytest.raises(ValueError, match=f"model.onnx {re.escape(message)}"):
+            check_private(tmp_path)
+
+
 @pytest.mark.parametrize(
     "text", ["https://huggingface.co/a/b/c", "and/or", "1/2/3", "[x](figures/a.png)", "</a></b>", "a /v1/embeddings b"]
 )
@@ -379,7 +396,8 @@ def test_results_stand_in_the_text_the_index_and_the_hubs_files(with_results):
     files = {path.name: path for path in (with_results / ".eval_results").iterdir()}
     assert set(files) == {"SciFact.yaml", "NFCorpus.yaml"}
     (entry,) = parse_eval_result_entries(yaml.safe_load(files["SciFact.yaml"].read_text()))
-    assert (entry.dataset_id, entry.dataset_revision, entry.value) == ("mteb/scifact", "abc", 0.4)
+    assert (entry.dataset_id, entry.dataset_revision, entry.value) == ("mteb/scifact", "abc", 40.0)
+    assert entry.source_url == "https://github.com/embeddings-benchmark/mteb/" and entry.source_name
     check_card(with_results)
 
 
@@ -472,6 +490,34 @@ def test_results_of_others_are_refused_and_nothing_is_written(published, tmp_pat
     with pytest.raises(ValueError, match=re.escape(message)):
         write_card(folder, results=[path])
     assert (folder / "README.md").read_text() == before and not (folder / ".card.partial").exists()
+
+
+def test_results_are_of_the_model_whose_files_were_measured(published, beir_folder, tmp_path):
+    folder = Path(shutil.copytree(published / "retriever", tmp_path / "model"))
+    out, options = tmp_path / "results.json", {"bm25": False, "show": False, "truncate_dims": [4]}
+    evaluate({"someone/else": str(published / "encoder")}, beir_folder, out=out, **options)
+    with pytest.raises(ValueError, match="was measured on someone/else, with other files than .*/model has"):
+        write_card(folder, results=[out])
+    evaluate({"called otherwise": str(folder)}, beir_folder, out=out, **options)
+    (folder / "onnx").mkdir()
+    for added in ("LICENSE", "NOTICE.txt", "CITATION.cff", "logo.svg", "onnx/model.onnx"):
+        (folder / added).write_text("beside")
+    write_card(folder, results=[out], license="mit")
+    own = [line for line in card_of(folder).text.splitlines() if line.startswith("| model |")]
+    assert len(own) == 1 and len(card_of(folder).data.eval_results) == 4
+    # Trained on: the same name, and another model.
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: value * 1.01 for name, value in weights.items()}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="was measured on called otherwise, with other files"):
+        write_card(folder, results=[out])
+    # On the Hub a commit names the files.
+    found = json.loads(out.read_text())
+    for row in found["rows"]:
+        row |= {"model": row["model"].replace("called otherwise", "me/mine"), "fingerprint": "c" * 40}
+    out.write_text(json.dumps(found))
+    write_card(folder, results=[out], repo_id="me/mine")
+    with pytest.raises(ValueError, match="was measured on me/mine, with other files"):
+        write_card(folder, results=[out], repo_id="me/another")
 
 
 # Cards that must not be published

@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.models import Normalize, Pooling, Transformer
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -157,6 +158,26 @@ def test_what_is_asked_for_takes_the_place_of_the_kind_s_own(retromae, tmp_path)
     done = CliRunner().invoke(revela_hub.app, ["import", *words])
     assert done.exit_code == 2 and "is there already" in done.output
     assert CliRunner().invoke(revela_hub.app, ["import", *words, "--overwrite"]).exit_code == 0
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_folder_of_sentence_transformers_embeds_as_its_modules_say(tiny_bert_folder, tmp_path, normalised):
+    transformer = Transformer(str(tiny_bert_folder), max_seq_length=20)
+    modules = [transformer, Pooling(24, pooling_mode="mean"), *([Normalize()] if normalised else [])]
+    prompts = {"query": "query: ", "document": "passage: "}
+    similarity = "cosine" if normalised else "dot"
+    source = SentenceTransformer(modules=modules, prompts=prompts, similarity_fn_name=similarity, device="cpu")
+    source.save(str(tmp_path / "source"))
+    out = SentenceTransformer(str(import_model(tmp_path / "source", tmp_path / "out")), device="cpu")
+    assert out.similarity_fn_name == similarity and out.max_seq_length == 20 and out.prompts == prompts
+    for encode in ("encode_query", "encode_document"):
+        assert abs(getattr(out, encode)(TEXTS) - getattr(source, encode)(TEXTS)).max() < 1e-5
+    # Of E5 the prompts stand in the card alone.
+    other = import_model(tmp_path / "source", tmp_path / "other", query_prompt="boat: ", max_length=9)
+    other = SentenceTransformer(str(other), device="cpu")
+    assert other.prompts == {"query": "boat: ", "document": "passage: "} and other.max_seq_length == 9
+    with pytest.raises(ValueError, match="has a modules.json, which says how it pools and normalises: leave --pool"):
+        import_model(tmp_path / "source", tmp_path / "more", pooling="cls")
 
 
 def test_llm_that_was_trained_whole_is_pooled_at_eos(tiny_lm_folder, tmp_path):

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("mteb")
 
 from hub_cards.evaluation import evaluate  # noqa: E402
-from hub_cards.mteb_tasks import resolve  # noqa: E402
+from hub_cards.mteb_tasks import dataset_of_task, mean_of_tasks, resolve  # noqa: E402
 from tests.hub_cards.local_task import make_task  # noqa: E402
 
 
@@ -90,3 +90,15 @@ def test_sets_of_retromaes_table_are_one_name_and_those_that_are_missing_are_nam
     names = {task.metadata.name: task.metadata.eval_splits for task in tasks}
     assert label == "retromae-beir" and len(names) == 15
     assert names["MSMARCO"] == ["dev"] and names["NQ"] == ["test"] and "Touche2020" in names
+
+
+def test_mean_of_several_forums_names_none_of_their_datasets():
+    _, (aggregate,) = resolve(["CQADupstackRetrieval"])
+    assert aggregate.is_aggregate and dataset_of_task(aggregate) is None
+    assert dataset_of_task(aggregate.tasks[0])["path"].startswith("mteb/")
+
+
+def test_mean_of_retromaes_sets_is_without_what_it_was_trained_on():
+    scores = {"MSMARCO": {"ndcg_at_10": 0.9}, "NQ": {"ndcg_at_10": 0.2}, "SciFact": {"ndcg_at_10": 0.4}}
+    assert mean_of_tasks("retromae-beir", scores) == {"ndcg_at_10": pytest.approx(0.3)}
+    assert mean_of_tasks("BEIR", scores) == {"ndcg_at_10": pytest.approx(0.5)}

@@ -1,5 +1,6 @@
 """ONNX beside a published folder: equal to torch, here and through sentence-transformers' own back-end."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -12,10 +13,12 @@ import torch
 from sentence_transformers import SentenceTransformer
 from transformers import AutoTokenizer
 
+from hub_cards.checkpoints import EXPORT_RECORD, check_graphs
 from hub_cards.encoding import load_model
 from hub_cards.eos_tokenizer import append_eos
 from hub_cards.export import publish
 from hub_cards.onnx_export import _require_equal, export_onnx
+from hub_cards.privacy import check_private
 from modeling_revela import RevelaForPreTraining
 
 TEXTS = ["the river", "a boat at the bridge near the market " * 5, "boats"]
@@ -68,6 +71,21 @@ def test_graph_that_gives_nan_is_told_from_one_that_is_equal(published):
             )
 
 
+def test_graph_says_nothing_of_this_machine_and_is_recorded(published):
+    for package in ("onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    (published["bert"] / EXPORT_RECORD).write_text('{"files": ["config.json"]}')
+    content = export_onnx(published["bert"]).read_bytes()
+    record = json.loads((published["bert"] / EXPORT_RECORD).read_text())
+    assert record["files"] == ["config.json", "onnx", "onnx/model.onnx"]
+    assert record["graphs"]["onnx"]["files"] == {"onnx/model.onnx": hashlib.sha256(content).hexdigest()}
+    check_graphs(published["bert"])
+    (published["bert"] / EXPORT_RECORD).unlink()
+    assert b"stack_trace" not in content and b".py" not in content and b"site-packages" not in content
+    check_private(published["bert"])
+    shutil.rmtree(published["bert"] / "onnx")
+
+
 @pytest.mark.slow
 def test_openvino_is_equal_to_torch_for_encoders_and_decoders(published):
     for package in ("onnxscript", "onnxruntime"):
@@ -76,6 +94,7 @@ def test_openvino_is_equal_to_torch_for_encoders_and_decoders(published):
     for folder in published.values():
         file = export_onnx(folder, openvino=True)
         assert sorted(path.name for path in (folder / "openvino").iterdir()) == ["openvino_model.bin", file.name]
+        check_private(folder)
         assert not (folder / "onnx").exists()
         compiled = openvino.compile_model(str(file), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
         model = load_model(folder, device="cpu")

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 
-from hub_cards.checkpoints import EXPORT_RECORD
+from hub_cards.checkpoints import EXPORT_RECORD, record_graph
 from hub_cards.eos_tokenizer import append_eos, save_tokenizer
 from hub_cards.export import export
 from hub_cards.recorded import CHECK
@@ -333,9 +333,42 @@ def test_what_was_changed_on_the_hub_is_found_and_its_code_not_run(hub, client, 
     assert "alice/none is not on the Hub" in client.run("pull-check", "alice/none").error
 
 
-def test_onnx_goes_along(client, folder):
+def test_graphs_go_along_as_they_were_recorded_and_are_deleted_when_they_are_gone(hub, client, folder):
+    def refused() -> str:
+        return client.run("push", folder, "alice/served").error
+
     for name in ("onnx/model.onnx", "onnx/model.onnx.data", "openvino/openvino_model.bin"):
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(b"\0" * 8)
-    shown = client.run("push", folder, "alice/served", "--dry-run").out
-    assert all(name in shown for name in ("onnx/model.onnx.data", "openvino/openvino_model.bin"))
+        (folder / name).write_bytes(b"graph\0" * 8)
+    assert "holds onnx/model.onnx, which no export wrote" in refused()
+    record_graph(folder, "onnx")
+    assert "holds openvino/openvino_model.bin, which no export wrote" in refused()
+    record_graph(folder, "openvino")
+    assert client.run("push", folder, "alice/served").code == 0
+    there = hub.repositories["alice/served"]
+    assert {"onnx/model.onnx", "onnx/model.onnx.data", "openvino/openvino_model.bin"} < there.files().keys()
+
+    (folder / "onnx" / "model.onnx.data").write_bytes(b"\0")
+    assert "model.onnx.data is not as it was written: write it again by `revela-hub export-onnx" in refused()
+    (folder / "onnx" / "model.onnx.data").unlink()
+    assert "lacks onnx/model.onnx.data, which the export wrote" in refused()
+    (folder / "onnx" / "model.onnx.data").write_bytes(b"graph\0" * 8)
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt", "run": "another"})
+    assert f"{folder / 'onnx'} was made of other weights than those beside it" in refused()
+
+    shutil.rmtree(folder / "onnx")
+    shutil.rmtree(folder / "openvino")
+    assert client.run("push", folder, "alice/served").code == 0
+    assert not any(name.startswith(("onnx", "openvino")) for name in there.files())
+
+
+def test_export_over_a_folder_with_graphs_drops_them_and_says_so(checkpoints, folder, capsys):
+    (folder / "onnx").mkdir()
+    (folder / "onnx" / "model.onnx").write_bytes(b"graph")
+    with pytest.raises(FileExistsError, match="holds onnx, which no export wrote"):
+        export(checkpoints["revela"], folder, overwrite=True)
+    record_graph(folder, "onnx")
+    export(checkpoints["revela"], folder, overwrite=True)
+    assert not (folder / "onnx").exists() and "graphs" not in json.loads((folder / EXPORT_RECORD).read_text())
+    assert "onnx of the earlier export is not taken over" in capsys.readouterr().err
