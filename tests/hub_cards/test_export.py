@@ -447,7 +447,7 @@ def test_what_is_no_checkpoint_is_refused_with_a_hint(trained, exported, tmp_pat
         export(run, tmp_path / "out")
     with pytest.raises(FileNotFoundError, match="nowhere is no checkpoint: it has no config.json.$"):
         export(tmp_path / "nowhere", tmp_path / "out")
-    with pytest.raises(ValueError, match="no pre-training checkpoint of Revela or RetroMAE"):
+    with pytest.raises(ValueError, match="was exported already: push it as it is"):
         export(exported("lora"), tmp_path / "out")
     with pytest.raises(ValueError, match="No precision 'int8': choose one of float32, bfloat16, float16"):
         export(run / "checkpoint-9", tmp_path / "out", dtype="int8")

@@ -132,7 +132,7 @@ def test_what_cannot_be_is_refused(trained, tmp_path):
     folder = trained["bert"][1]
     with pytest.raises(ValueError, match="there is no adapter to write"):
         export(folder, tmp_path / "out", adapter_only=True)
-    with pytest.raises(ValueError, match="which trains no LM"):
+    with pytest.raises(ValueError, match="was trained without an LM"):
         export(folder, tmp_path / "out", part="lm")
     with pytest.raises(ValueError, match="No pooling 'eos': choose one of cls, mean"):
         export(folder, tmp_path / "out", pooling="eos")
