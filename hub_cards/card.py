@@ -1,7 +1,6 @@
 """The model card of a published folder: `README.md`, its pictures, the recipe, and the results as the Hub has them."""
 
 import csv
-import hashlib
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from hub_cards import results as measured
-from hub_cards.checkpoints import EXPORT_RECORD, check_folder, model_type, require_whole
+from hub_cards.checkpoints import EXPORT_RECORD, check_folder, model_type, require_whole, sha256
 from hub_cards.privacy import check_private, hub_id, without_local_paths
 from hub_cards.recipes import METHODS, prepare_command, recipe, train_command
 from hub_cards.recorded import CHECK, is_same_model
@@ -113,7 +112,7 @@ def write_card(
             (staging / measured.EVAL_RESULTS).mkdir(exist_ok=True)
             (staging / measured.EVAL_RESULTS / file).write_text(_dump(entry), encoding="utf-8")
         card.save(staging / CARD)
-        record["card_sha256"] = _digest(staging / CARD)
+        record["card_sha256"] = sha256(staging / CARD)
         check_private(staging)
         mine = [path.relative_to(staging) for path in staging.rglob("*") if path.is_file()]
         mine = {part.as_posix() for path in mine for part in (path, *path.parents[:-1])}
@@ -177,7 +176,7 @@ def check_card(folder: str | Path) -> None:
 def is_as_written(folder: str | Path) -> bool:
     """Whether the card is what `write_card` wrote there, so that nothing of anyone's is lost by writing it anew."""
     path = Path(folder) / CARD
-    return path.is_file() and _read(Path(folder) / EXPORT_RECORD).get("card_sha256") == _digest(path)
+    return path.is_file() and _read(Path(folder) / EXPORT_RECORD).get("card_sha256") == sha256(path)
 
 
 def said_before(earlier: Path, folder: Path) -> dict:
@@ -476,10 +475,6 @@ def _check_id(name: str | None) -> None:
         ) from error
     if name.startswith((".", "/", "~")):
         raise ValueError(f"{name!r} is a local path, and no id on the Hub (org/name).")
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _dump(value) -> str:

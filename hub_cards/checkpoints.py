@@ -151,10 +151,10 @@ def record_graph(folder: str | Path, kind: str) -> None:
         return
     record = _read_json(path, dict)
     files = sorted(file.relative_to(folder).as_posix() for file in (folder / kind).iterdir())
-    digests = {name: _sha256(folder / name) for name in files}
+    digests = {name: sha256(folder / name) for name in files}
     record["graphs"] = record.get("graphs", {}) | {kind: {"made_of": _made_of(folder), "files": digests}}
     record["files"] = sorted({*record["files"], kind, *files})
-    _write_whole(path, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+    write_whole(path, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
 
 
 def check_graphs(folder: str | Path) -> None:
@@ -172,7 +172,7 @@ def check_graphs(folder: str | Path) -> None:
             f"write it again by `revela-hub export-onnx {folder}{' --openvino' * (kind == 'openvino')} --overwrite`."
         )
         for name, digest in graph["files"].items():
-            if not (folder / name).is_file() or _sha256(folder / name) != digest:
+            if not (folder / name).is_file() or sha256(folder / name) != digest:
                 raise ValueError(f"{folder / name} is not as it was written: {again}")
         if graph.get("made_of") != _made_of(folder):
             raise ValueError(f"{folder / kind} was made of other weights than those beside it: {again}")
@@ -180,10 +180,11 @@ def check_graphs(folder: str | Path) -> None:
 
 def _made_of(folder: Path) -> dict[str, str]:
     """What decides a graph, by file."""
-    return {file.name: _sha256(file) for file in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]}
+    return {file.name: sha256(file) for file in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]}
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """The hexadecimal digest of a file, read in pieces."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -191,7 +192,7 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write a text whole or not at all: beside, then renamed."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -257,4 +258,6 @@ __all__ = [
     "require_base",
     "require_whole",
     "require_writable",
+    "sha256",
+    "write_whole",
 ]

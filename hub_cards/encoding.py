@@ -68,6 +68,21 @@ def read_plain_text(model: SentenceTransformer) -> None:
         model[0].input_formatter.supported_modalities = list(modalities)
 
 
+def plain_pooling(model: SentenceTransformer) -> str | None:
+    """
+    How a transformer of text is pooled behind which nothing but a normalisation comes: `"eos"`, `"cls"` or `"mean"`.
+
+    That is what the published format can say; `None` for any other model, and where a prompt's tokens are left out.
+    """
+    kinds = [type(module).__name__ for module in model]
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        return None
+    # One that puts a text into its chat template embeds otherwise in servers, which do not.
+    if not model[1].include_prompt or "message" in getattr(model[0], "modality_config", ()):
+        return None
+    return {"lasttoken": "eos", "cls": "cls", "mean": "mean"}.get(getattr(model[1], "pooling_mode", None))
+
+
 def prompts_used(model: SentenceTransformer) -> dict[str, str]:
     """The texts that `encode_query` and `encode_document` put before a query and a document."""
     names = {"query": ("query",), "document": ("document", "passage", "corpus")}

@@ -22,7 +22,7 @@ from hub_cards.backbones import positions
 from hub_cards.card import CARD, said_before, take_along, was_edited, write_card
 from hub_cards.checkpoints import EXPORT_RECORD, check_folder, model_type
 from hub_cards.doors import refuse_non_finite, write_doors, write_lm
-from hub_cards.encoding import encode, load_model, prompts_used
+from hub_cards.encoding import encode, load_model, plain_pooling, prompts_used
 from hub_cards.eos_tokenizer import ends_with_eos, save_tokenizer
 from hub_cards.privacy import clean_configs
 from hub_cards.recorded import TEXTS, distance_from, read_record, record_embeddings, record_lm
@@ -34,7 +34,6 @@ MAX_LENGTH = 2048
 DTYPES = ("float32", "bfloat16", "float16")
 PARTS = ("retriever", "lm")
 POOLINGS = ("cls", "mean")
-_ANY_POOLING = (*POOLINGS, "eos")
 
 
 def export(
@@ -280,14 +279,13 @@ def finetuned_writer(
         raise ValueError(f"{folder} is a fine-tuned retriever, its adapter merged: export it whole.")
     model = load_model(folder, device="cpu")
     model.prompts = {**model.prompts, **(prompts_said or {})}
-    kinds = [type(module).__name__ for module in model]
-    mode = getattr(model[1], "pooling_mode", None) if len(kinds) > 1 else None
-    pooling = {"lasttoken": "eos"}.get(mode, mode)
-    plain = kinds in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
-    if not plain or pooling not in _ANY_POOLING or not model[1].include_prompt:
+    pooling = plain_pooling(model)
+    if pooling is None:
+        kinds = ", ".join(type(module).__name__ for module in model)
+        mode = getattr(model[1], "pooling_mode", None) if len(model) > 1 else None
         raise ValueError(
-            f"{folder} is made of {', '.join(kinds)}, with pooling {mode}: what is published is a transformer with "
-            f"pooling {' or '.join(_ANY_POOLING)} of all tokens, and perhaps a normalisation."
+            f"{folder} is made of {kinds}, with pooling {mode}: what is published is a transformer of text with "
+            "pooling cls or mean or eos of all tokens, and perhaps a normalisation."
         )
     if model.similarity_fn_name not in ("cosine", "dot"):
         raise ValueError(f"{folder} ranks by {model.similarity_fn_name}: what is published ranks by cosine or dot.")
@@ -300,7 +298,7 @@ def finetuned_writer(
         "pooling": pooling,
         "query_prompt": prompts["query"],
         "document_prompt": prompts["document"],
-        "normalize": len(kinds) == 3 or model.similarity_fn_name == "cosine",
+        "normalize": len(model) == 3 or model.similarity_fn_name == "cosine",
         "dtype": options["dtype"],
         "max_length": min(lengths),
         "matryoshka_dims": None if dims is None else dims[:-1],

@@ -7,6 +7,8 @@ from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from hub_cards.checkpoints import write_whole
+
 TITLES = {
     "ndcg_at_10": "nDCG@10",
     "mrr_at_10": "MRR@10",
@@ -66,12 +68,9 @@ def write_json(results: dict, out: str | Path) -> None:
     """Writes results whole or not at all: to a temporary name beside `out`, then renamed."""
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(temporary, out)
+        write_whole(out, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise OSError(f"The results could not be written to {out} ({error.strerror}); pass another --out.") from error
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from hub_cards.backbones import positions, set_pad_token
 from hub_cards.checkpoints import check_folder, model_type
 from hub_cards.doors import copy_code, record_dims, write_for_servers
-from hub_cards.encoding import prompts_used, read_plain_text
+from hub_cards.encoding import plain_pooling, prompts_used, read_plain_text
 from hub_cards.eos_tokenizer import append_eos, save_tokenizer
 from modeling_revela.configuration_revela import check_matryoshka_dims
 from trainers.backbones import check_positions, check_room, fit_vocabulary, room_taken
@@ -203,14 +203,9 @@ def save_result(model: SentenceTransformer, folder: str | os.PathLike) -> None:
 
 def _write_for_servers(model: SentenceTransformer, folder: Path) -> None:
     """In the form that servers read, where the model is pooled and perhaps normalised, and nothing else."""
-    kinds = [type(module).__name__ for module in model]
-    pooling = {mode: name for name, mode in _POOLING.items()}.get(getattr(model[1], "pooling_mode", None))
-    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]) or pooling is None:
+    pooling = plain_pooling(model)
+    if pooling is None or model.max_seq_length is None:
         return
-    if not model[1].include_prompt or model.max_seq_length is None:
-        return
-    if "message" in getattr(model[0], "modality_config", ()):
-        return  # another's retriever, of chat templates, which servers do not put around a text
     write_for_servers(
         folder,
         size=model.get_embedding_dimension(),
@@ -218,7 +213,7 @@ def _write_for_servers(model: SentenceTransformer, folder: Path) -> None:
         prompts=model.prompts,
         max_length=model.max_seq_length,
         similarity=model.similarity_fn_name,
-        normalised=len(kinds) == 3,
+        normalised=len(model) == 3,
         default_prompt_name=model.default_prompt_name,
     )
 
