@@ -5,6 +5,9 @@ all rows (Eq. 4). The rows of h also attend, without a causal mask, to the keys 
 chunks (Eq. 5), and the outputs are summed with the retriever's weights (Eq. 6, 9) and added (Eq. 7). Gradients flow
 through the keys and values of e, and through the weights into the retriever.
 
+Where the LM is frozen nothing of e is trained, so e is run by itself, without gradients, and leaves its keys and values
+in the context for h, which is run after it: the same loss and gradients for less time and half of the activations.
+
 At the paper's temperature most weights are zero, so what is computed is a list of pairs (i, j) whose weight lies above
 a floor, each one row of attention: the same loss and gradients at a cost near linear in the group size.
 """
@@ -37,6 +40,8 @@ class InBatchContext:
         v_norm: whether Eq. 8 is applied; `v_norm_eps` is its constant.
         gate: (number of layers, number of heads) scale of b, or `None` for Eq. 7 as it stands.
         floor: weights at or below it, times the largest second weight of any row, are skipped.
+        stream: what the rows of the batch are: `"both"`, e and then h; or one of them, `"e"` before `"h"`.
+        stored: keys and values of e, by layer, that its own pass leaves for that of h.
     """
 
     weights: torch.Tensor
@@ -45,6 +50,8 @@ class InBatchContext:
     v_norm_eps: float = 1e-6
     gate: torch.Tensor | None = None
     floor: float = 0.0
+    stream: str = "both"
+    stored: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     layers_seen: set = field(default_factory=set)
 
     def __post_init__(self):
@@ -77,12 +84,13 @@ def in_batch_attention_forward(
     Attention function in the form of transformers' `AttentionInterface`. Without `in_batch` it is `sdpa`.
 
     Args:
-        query: (2B, H, L, D); key, value: (2B, H_kv, L, D): rows 0..B-1 are the e stream, the rest h.
-        attention_mask: what `sdpa_mask` made for the 2B rows.
+        query: (2B, H, L, D); key, value: (2B, H_kv, L, D): rows 0..B-1 are the e stream, the rest h. B rows where
+            `in_batch.stream` is one of them.
+        attention_mask: what `sdpa_mask` made for these rows.
         in_batch: the weights and options; reaches the layers as a keyword argument of the model's forward.
 
     Returns:
-        (2B, L, H, D) and `None`.
+        (2B, L, H, D), or (B, L, H, D), and `None`.
 
     Raises:
         ValueError: for a model whose attention has a soft cap, sinks or a position bias.
@@ -115,11 +123,14 @@ def in_batch_attention_forward(
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
-    if in_batch.num_pairs == 0:
+    if in_batch.stream == "e":
+        in_batch.stored[module.layer_idx] = key, value
+    if in_batch.stream == "e" or in_batch.num_pairs == 0:
         return output, None
 
-    chunks = query.shape[0] // 2
-    cross = _cross_chunk_attention(query[chunks:], key[:chunks], value[:chunks], in_batch, scaling, dropout)
+    chunks = query.shape[0] // 2 if in_batch.stream == "both" else 0
+    key, value = (key[:chunks], value[:chunks]) if chunks else in_batch.stored[module.layer_idx]
+    cross = _cross_chunk_attention(query[chunks:], key, value, in_batch, scaling, dropout)
     if in_batch.gate is not None:
         cross = cross * in_batch.gate[module.layer_idx].to(cross.dtype)[None, :, None, None]
     # Eq. 7: h = s + b, in the rows of h only.
@@ -246,9 +257,10 @@ class _BlockedPairs(torch.autograd.Function):
                 grads = torch.cat((grads, -grad_lengths), dim=-1)
             else:
                 grad_scores = grad_maps.sub_(products.to(maps.dtype)).mul_(maps)
-            grad_value.index_add_(0, columns, maps.transpose(-1, -2) @ grads)
             grad_query[row] += (grad_scores @ key[columns]).sum(0)
-            grad_key.index_add_(0, columns, grad_scores.transpose(-1, -2) @ query[row])
+            if ctx.needs_input_grad[1]:  # not where e is frozen
+                grad_value.index_add_(0, columns, maps.transpose(-1, -2) @ grads)
+                grad_key.index_add_(0, columns, grad_scores.transpose(-1, -2) @ query[row])
         return grad_query * ctx.scaling, grad_key, grad_value, grad_weights, None, None, None
 
 

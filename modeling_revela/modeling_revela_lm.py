@@ -218,18 +218,28 @@ class RevelaForCausalLM(RevelaPreTrainedModel, GenerationMixin):
         mask = positions = None
         if padded and not bool(attention_mask[:, 0].all()):
             # Left padding. Positions count real tokens: rotary embeddings compare positions across chunks.
-            mask = attention_mask.repeat(2, 1)
+            mask = attention_mask
             positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
         # On the right no real token ever sees padding through a causal mask: leave it out and keep the fast kernels.
         decoder = self.backbone.get_decoder()
-        hidden = decoder(
-            input_ids=input_ids.repeat(2, 1),
-            attention_mask=mask,
-            position_ids=positions,
-            use_cache=False,
-            in_batch=context,
-            **kwargs,
-        ).last_hidden_state
+
+        def run(stream: str, copies: int) -> torch.Tensor:
+            context.stream = stream
+            return decoder(
+                input_ids=input_ids.repeat(copies, 1),
+                attention_mask=None if mask is None else mask.repeat(copies, 1),
+                position_ids=None if positions is None else positions.repeat(copies, 1),
+                use_cache=False,
+                in_batch=context,
+                **kwargs,
+            ).last_hidden_state
+
+        if any(parameter.requires_grad for parameter in self.backbone.parameters()):
+            hidden = run("both", 2)
+        else:
+            with torch.no_grad():
+                plain = run("e", 1)
+            hidden = torch.cat((plain, run("h", 1)))
         if not context.layers_seen:
             used = decoder.config._attn_implementation
             if used != IN_BATCH_ATTENTION:

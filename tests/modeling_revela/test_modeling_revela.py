@@ -266,6 +266,29 @@ def test_freeze_lm(batch):
     assert weights.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("padding_side", ["right", "left"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_frozen_lm_gives_the_gradients_of_a_trained_one(padding_side, checkpointing):
+    batch = pad_chunks(make_chunks((5, 9, 7)), side=padding_side)
+    lm, results = make_lm(dtype=torch.float64), []
+    for freeze_lm in (False, True):
+        model = RevelaForCausalLM.from_backbone(copy.deepcopy(lm), freeze_lm=freeze_lm, in_batch_gate=True).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        rows = []
+        model.backbone.get_decoder().layers[0].register_forward_hook(
+            lambda module, args, output, rows=rows: rows.append((len(args[0]), torch.is_grad_enabled()))
+        )
+        weights = random_weights(3)
+        output = model(**batch, in_batch_weights=weights, return_logits=True)
+        output.loss.backward()
+        results.append((output.loss, output.next_token_loss, output.logits, weights.grad, model.in_batch_gate.grad))
+        # The plain stream of a frozen LM leaves no activations.
+        assert rows[:2] == ([(3, False), (3, True)] if freeze_lm else [(6, True)] + rows[1:2])
+    for trained, frozen in zip(*results, strict=True):
+        assert torch.allclose(trained, frozen, rtol=1e-9, atol=1e-12)
+
+
 def test_weights_as_float32_in_a_wider_model_and_in_half(batch):
     for dtype in (torch.float64, torch.bfloat16):
         weights = random_weights(3, torch.float32)
