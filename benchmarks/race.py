@@ -93,7 +93,8 @@ class Run:
         self.data = out / f"data-{seed}"
         self.backbone = str(load_backbone())
         self.paces = read_paces(out).get(name)  # of each stage; None while they are taken
-        self.steps, self.curve, self.log, self.taken = 0, [], [], []
+        self.steps, self.curve, self.log = 0, [], []
+        self.taken, self._minutes = [], 0.0  # paces and time of the stages that have ended
 
     def prepared(self, group_size: int = 8, documents: int = 2) -> list[str]:
         """The prepared text, code and prose, made once a seed and kind of groups."""
@@ -176,9 +177,10 @@ class Run:
 
     def take(self, trainer, clock: Clock, share: float) -> None:
         """Keep what a stage that has ended has shown."""
-        before, minutes = self.minutes * sum(taken for taken, _ in self.taken), self.minutes * share
-        self.curve += [(before + minutes * step / clock.steps, score) for step, score in clock.curve]
-        self.taken.append((share, clock.pace(trainer.state.log_history)))
+        minutes = self.minutes * share
+        self.curve += [(self._minutes + minutes * step / clock.steps, score) for step, score in clock.curve]
+        self._minutes += minutes
+        self.taken.append(clock.pace(trainer.state.log_history))
         self.steps += trainer.state.global_step
         self.log += trainer.state.log_history
 
@@ -413,26 +415,24 @@ def commit() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
-def take_pace(run: Run) -> None:
+def take_pace(name: str, seed: int, out: Path) -> list[float]:
     """Time the steps of each stage; of two times the smaller counts, as what disturbs only adds."""
-    known, run.paces = run.paces, None
-    run.folder = run.folder.with_name(f"pace-{run.name}")
-    (METHODS | SETTINGS)[run.name](run)
+    from hub_cards.report import write_json
+
+    run = Run(name, 0, seed, out)
+    known, run.paces, run.folder = run.paces, None, out / f"pace-{name}"
+    (METHODS | SETTINGS)[name](run)
     shutil.rmtree(run.folder)
-    taken = [pace for _, pace in run.taken]
-    out = run.folder.parent
-    paces = read_paces(out) | {run.name: [min(pair) for pair in zip(taken, known or taken, strict=True)]}
-    write(out / "paces.json", paces)
-
-
-def write(path: Path, value) -> None:
-    path.with_suffix(".part").write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    os.replace(path.with_suffix(".part"), path)
+    paces = [min(pair) for pair in zip(run.taken, known or run.taken, strict=True)]
+    write_json(read_paces(out) | {name: paces}, out / "paces.json")
+    return paces
 
 
 def race(run: Run) -> None:
     """One run, from its text to its numbers."""
     from transformers import set_seed
+
+    from hub_cards.report import write_json
 
     run.folder.mkdir(parents=True, exist_ok=True)
     run.prepared()
@@ -445,7 +445,7 @@ def race(run: Run) -> None:
         scores = run.measure(run.load(retriever, "float32"))
         curve = [*run.curve, (run.minutes, scores[COLUMNS[0]])]
         result |= {"steps": run.steps, "paces": run.paces, "scores": scores, "curve": curve, "log": run.log}
-    write(run.folder / "result.json", result)
+    write_json(result, run.folder / "result.json")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -466,13 +466,12 @@ def main(argv: list[str] | None = None) -> None:
     names = options.runs or ["references", *METHODS]
     wanted = [Run(name, options.minutes, seed, options.out) for seed in options.seeds for name in names]
     wanted = [run for run in wanted if options.pace or not (run.folder / "result.json").exists()]
+    untimed = [run for run in wanted if run.name != "references" and (options.pace or run.paces is None)]
     if len(wanted) == 1 and options.jobs == 1 and os.environ.get("OMP_NUM_THREADS") == "1":
-        run = wanted[0]
-        if run.name != "references" and (options.pace or run.paces is None):
-            take_pace(run)
-            run = Run(run.name, run.minutes, run.seed, options.out)
+        for run in untimed:
+            run.paces = take_pace(run.name, run.seed, options.out)
         if not options.pace:
-            race(run)
+            race(wanted[0])
     else:
         for seed in options.seeds:  # by one process, before several would at once
             Run("references", options.minutes, seed, options.out).prepared()
@@ -483,8 +482,8 @@ def main(argv: list[str] | None = None) -> None:
             own = [run.name, "--seeds", str(run.seed), *more]
             return subprocess.run([*command, *own], env=environment, check=False).returncode
 
-        paced = {run.name: run for run in wanted if run.name != "references" and (options.pace or run.paces is None)}
-        codes = {f"{name}'s pace": start(run, "--pace") for name, run in paced.items()}  # one after the other
+        one_a_name = {run.name: run for run in untimed}
+        codes = {f"{name}'s pace": start(run, "--pace") for name, run in one_a_name.items()}  # one after the other
         if not options.pace:
             with ThreadPoolExecutor(options.jobs) as pool:
                 codes |= dict(zip([run.folder.name for run in wanted], pool.map(start, wanted), strict=True))

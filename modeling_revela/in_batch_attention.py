@@ -129,13 +129,17 @@ def in_batch_attention_forward(
     if in_batch.stream == "e" or in_batch.num_pairs == 0:
         return output, None
 
-    chunks = query.shape[0] // 2 if in_batch.stream == "both" else 0
-    key, value = (key[:chunks], value[:chunks]) if chunks else in_batch.stored[module.layer_idx]
-    cross = _cross_chunk_attention(query[chunks:], key, value, in_batch, scaling, dropout)
+    plain = 0  # rows of e in this batch, which come first
+    if in_batch.stream == "both":
+        plain = query.shape[0] // 2
+        key, value = key[:plain], value[:plain]
+    else:
+        key, value = in_batch.stored[module.layer_idx]
+    cross = _cross_chunk_attention(query[plain:], key, value, in_batch, scaling, dropout)
     if in_batch.gate is not None:
         cross = cross * in_batch.gate[module.layer_idx].to(cross.dtype)[None, :, None, None]
     # Eq. 7: h = s + b, in the rows of h only.
-    return torch.cat((output[:chunks], output[chunks:] + cross.transpose(1, 2)), dim=0), None
+    return torch.cat((output[:plain], output[plain:] + cross.transpose(1, 2)), dim=0), None
 
 
 def _cross_chunk_attention(

@@ -223,8 +223,9 @@ class RevelaForCausalLM(RevelaPreTrainedModel, GenerationMixin):
         # On the right no real token ever sees padding through a causal mask: leave it out and keep the fast kernels.
         decoder = self.backbone.get_decoder()
 
-        def run(stream: str, copies: int) -> torch.Tensor:
+        def run(stream: str) -> torch.Tensor:
             context.stream = stream
+            copies = 2 if stream == "both" else 1
             return decoder(
                 input_ids=input_ids.repeat(copies, 1),
                 attention_mask=None if mask is None else mask.repeat(copies, 1),
@@ -235,11 +236,11 @@ class RevelaForCausalLM(RevelaPreTrainedModel, GenerationMixin):
             ).last_hidden_state
 
         if any(parameter.requires_grad for parameter in self.backbone.parameters()):
-            hidden = run("both", 2)
+            hidden = run("both")
         else:
             with torch.no_grad():
-                plain = run("e", 1)
-            hidden = torch.cat((plain, run("h", 1)))
+                plain = run("e")
+            hidden = torch.cat((plain, run("h")))
         if not context.layers_seen:
             used = decoder.config._attn_implementation
             if used != IN_BATCH_ATTENTION:
