@@ -346,6 +346,9 @@ def changed(*options: str, **kinds: int) -> Callable:
     return lambda run: revela(run, *options, **kinds)
 
 
+frozen = partial(changed, "--freeze_lm", "true", "--lm_lora_r", "0")
+QUARTER = ("--similarity_span", "first_half", "--similarity_span_ratio", "0.25")
+
 METHODS: dict[str, Callable[[Run], Path]] = {
     "revela": revela,
     "contriever": contriever,
@@ -360,7 +363,15 @@ SETTINGS: dict[str, Callable[[Run], Path]] = {
     "float32-3e-2": changed("--similarity_temperature", "3e-2"),
     "v-norm": changed("--v_norm", "true"),
     "no-gate": changed("--in_batch_gate", "false"),
-    "frozen-lm": changed("--freeze_lm", "true", "--lm_lora_r", "0"),
+    "frozen-lm": frozen(),
+    "frozen-documents-4": frozen(documents=4),
+    "frozen-group-16-documents-4": frozen(group_size=16, documents=4),
+    "frozen-group-16-documents-8": frozen(group_size=16, documents=8),
+    "frozen-first-half": frozen("--similarity_span", "first_half"),
+    "frozen-first-quarter": frozen(*QUARTER),
+    "frozen-first-quarter-documents-4": frozen(*QUARTER, documents=4),
+    "frozen-lr-1e-3": frozen("--learning_rate", "1e-3"),
+    "frozen-3e-2": frozen("--similarity_temperature", "3e-2"),
     "group-16": changed(group_size=16),
     "group-32": changed(group_size=32),
     "group-64": changed(group_size=64),
@@ -369,7 +380,7 @@ SETTINGS: dict[str, Callable[[Run], Path]] = {
     "group-16-documents-8": changed(group_size=16, documents=8),
     "group-32-documents-16": changed(group_size=32, documents=16),
     "first-half": changed("--similarity_span", "first_half"),
-    "first-quarter": changed("--similarity_span", "first_half", "--similarity_span_ratio", "0.25"),
+    "first-quarter": changed(*QUARTER),
     "accumulate-4": changed("--gradient_accumulation_steps", "4"),
     "regroup": changed("--regroup_every", "20", "--regroup_groups", "64"),
     "contriever-0.05": lambda run: contriever(run, "--temperature", "0.05"),
