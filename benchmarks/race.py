@@ -18,13 +18,10 @@ curves, and benchmarks/race.md what was concluded.
 
 import argparse
 import copy
-import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -34,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "examples")]
 
 import torch  # noqa: E402
+from race_clock import PACE_STEPS, Clock, read_paces  # noqa: E402
 from race_report import COLUMNS, plot, read_results, table  # noqa: E402
 from report import machine  # noqa: E402
 from transformers import (  # noqa: E402
@@ -46,42 +44,7 @@ from transformers import (  # noqa: E402
 )
 
 TRAINED_LENGTH, MEASURED_LENGTH = 64, 128
-PACE_STEPS = 21  # that a pace is taken from; the run that regroups does so once in them
 UNSEEN = ("humaneval", "perlfaq")
-# Moments at which a run is measured on its way, as shares of its time.
-ON_THE_WAY = (0.25, 0.5)
-
-
-class Clock(TrainerCallback):
-    """Ends training after `steps`, lets learning rates fall to zero over them, and takes measures on the way."""
-
-    def __init__(self, steps: int, measure: Callable[[], float]):
-        self.steps, self._measure = steps, measure
-        self._due = {max(1, round(share * steps)) for share in ON_THE_WAY} - {steps}
-        self._last = 0.0
-        self.seconds: list[float] = []  # on the processor, of each step
-        self.curve: list[tuple[int, float]] = []
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self._last = time.process_time()
-
-    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
-        # The scheduler sets the rates anew after each step, so the factors do not pile up.
-        for group in optimizer.param_groups:
-            group["lr"] *= 1 - state.global_step / self.steps
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.seconds.append(time.process_time() - self._last)
-        if state.global_step in self._due:
-            self.curve.append((state.global_step, self._measure()))
-        control.should_training_stop |= state.global_step >= self.steps
-        self._last = time.process_time()
-
-    def pace(self, log: list[dict]) -> float:
-        """Seconds a step where nothing else disturbed it: those of the fastest third, and regrouping's share."""
-        fastest = sorted(self.seconds[2:])[: max(1, (len(self.seconds) - 2) // 3)]
-        regrouping = sum(entry.get("regroup_seconds", 0) for entry in log)
-        return statistics.mean(fastest) + regrouping / len(self.seconds)
 
 
 class Run:
@@ -183,12 +146,6 @@ class Run:
         self.taken.append(clock.pace(trainer.state.log_history))
         self.steps += trainer.state.global_step
         self.log += trainer.state.log_history
-
-
-def read_paces(out: Path) -> dict[str, list[float]]:
-    """Seconds a step of the stages of each run, undisturbed."""
-    path = out / "paces.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def load_backbone() -> Path:
@@ -329,11 +286,11 @@ def fresh_decoder(run: Run) -> Path:
     return folder
 
 
-def warm_start(first: Callable, second: Callable) -> Callable:
-    """Half of the time for each of two methods."""
+def warm_start(first: Callable, second: Callable, share: float = 0.5) -> Callable:
+    """A share of the time for the first of two methods, the rest for the second."""
 
     def train(run: Run):
-        return second(run, start=first(run, share=0.5), share=0.5)
+        return second(run, start=first(run, share=share), share=1 - share)
 
     return train
 
@@ -343,7 +300,7 @@ replug = partial(train_on_groups, method="replug")
 
 
 def changed(*options: str, **kinds: int) -> Callable:
-    return lambda run: revela(run, *options, **kinds)
+    return lambda run, **stage: revela(run, *options, **kinds, **stage)
 
 
 frozen = partial(changed, "--freeze_lm", "true", "--lm_lora_r", "0")
@@ -370,6 +327,11 @@ SETTINGS: dict[str, Callable[[Run], Path]] = {
     "frozen-first-half": frozen("--similarity_span", "first_half"),
     "frozen-first-quarter": frozen(*QUARTER),
     "frozen-first-quarter-documents-4": frozen(*QUARTER, documents=4),
+    "frozen-first-quarter-regroup": frozen(*QUARTER, "--regroup_every", "40", "--regroup_groups", "64"),
+    "frozen-first-quarter-then-group-16-documents-8": warm_start(
+        frozen(*QUARTER), frozen(*QUARTER, group_size=16, documents=8)
+    ),
+    "frozen-first-quarter-then-contriever": warm_start(frozen(*QUARTER), contriever, 0.25),
     "frozen-lr-1e-3": frozen("--learning_rate", "1e-3"),
     "frozen-3e-2": frozen("--similarity_temperature", "3e-2"),
     "group-16": changed(group_size=16),
