@@ -331,6 +331,8 @@ SETTINGS: dict[str, Callable[[Run], Path]] = {
     "frozen-first-quarter-then-group-16-documents-8": warm_start(
         frozen(*QUARTER), frozen(*QUARTER, group_size=16, documents=8)
     ),
+    "frozen-first-quarter-then-documents-1": warm_start(frozen(*QUARTER), frozen(*QUARTER, documents=1)),
+    "frozen-first-quarter-then-group-16": warm_start(frozen(*QUARTER), frozen(*QUARTER, group_size=16)),
     "frozen-first-quarter-then-contriever": warm_start(frozen(*QUARTER), contriever, 0.25),
     "frozen-lr-1e-3": frozen("--learning_rate", "1e-3"),
     "frozen-3e-2": frozen("--similarity_temperature", "3e-2"),
