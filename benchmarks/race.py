@@ -11,9 +11,9 @@ perlfaq, question -> answer (`apt-get install perl-doc`); sibling retrieval amon
 Time is the processor's, of one thread. As other work on the machine slows even that, several times on a shared one,
 the steps of each run are timed first, by themselves (OUT/paces.json; `--pace` times again, and the smaller counts),
 and it then makes as many as fit into the minutes: the same on every seed, however busy the machine is. Learning rates
-fall to zero over them. What a run measures on its way, in bf16, does not count; its end is measured in float32. Runs
-that are in --out already are not made again; OUT/race.md has the table of all and their commits, OUT/race.png the
-curves, and benchmarks/race.md what was concluded.
+fall to zero over them. Measuring, in bf16, does not count. Runs that are in --out already are not made again;
+OUT/race.md has the table of all and their commits, OUT/race.png the curves, OUT/results.json all numbers, and
+benchmarks/race.md what was concluded.
 """
 
 import argparse
@@ -43,6 +43,8 @@ from transformers import (  # noqa: E402
     TrainerCallback,
 )
 
+from hub_cards.report import write_json  # noqa: E402
+
 TRAINED_LENGTH, MEASURED_LENGTH = 64, 128
 UNSEEN = ("humaneval", "perlfaq")
 
@@ -59,8 +61,8 @@ class Run:
         self.steps, self.curve, self.log = 0, [], []
         self.taken, self._minutes = [], 0.0  # paces and time of the stages that have ended
 
-    def prepared(self, group_size: int = 8, documents: int = 2) -> list[str]:
-        """The prepared text, code and prose, made once a seed and kind of groups."""
+    def prepared(self, group_size: int = 8, documents: int = 2, words: int = 40) -> list[str]:
+        """The prepared text, code and prose, made once a seed and kind of groups; `words` is a chunk's limit."""
         from stdlib_corpus import build
 
         from trainers.data.prepare import PrepareConfig, prepare
@@ -69,7 +71,7 @@ class Run:
             build(self.data / "stdlib", seed=self.seed)
         folders = []
         for kind in ("code", "prose"):
-            folder = self.data / f"{kind}-{group_size}-{documents}"
+            folder = self.data / f"{kind}-{group_size}-{documents}-{words}"
             if not folder.exists():
                 share = 0.03 if kind == "code" else 0
                 config = PrepareConfig(
@@ -78,7 +80,7 @@ class Run:
                     kind=kind,
                     group_size=group_size,
                     documents_per_group=documents,
-                    max_words=40,
+                    max_words=words,
                     shuffle=True,
                     validation_share=share,
                     seed=self.seed,
@@ -125,10 +127,11 @@ class Run:
         measured = dict(zip(COLUMNS, [*scores, siblings["ndcg_at_10"]], strict=True))
         return {**measured, "mean cosine": siblings["mean_cosine"]}
 
-    def load(self, folder: Path, dtype: str):
+    def load(self, folder: Path):
+        """For measuring: bf16 is several times faster than float32 and measures within 0.005 of it."""
         from sentence_transformers import SentenceTransformer
 
-        model = SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": dtype})
+        model = SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": "bfloat16"})
         model.max_seq_length = MEASURED_LENGTH
         return model
 
@@ -175,6 +178,7 @@ def train_on_groups(
     method: str = "revela",
     group_size: int = 8,
     documents: int = 2,
+    words: int = 40,
     start: Path | None = None,
     share: float = 1.0,
 ):
@@ -186,7 +190,7 @@ def train_on_groups(
 
     shared = (
         *("--retriever_name_or_path", str(start or run.backbone), "--lm_name_or_path", run.backbone),
-        *("--train_sets", *run.prepared(group_size, documents), "--group_size", str(group_size)),
+        *("--train_sets", *run.prepared(group_size, documents, words), "--group_size", str(group_size)),
         *("--max_length", str(TRAINED_LENGTH), "--retriever_lora_r", "64"),
         *("--similarity_temperature", "1e-2", "--similarity_span", "full", "--query_prompt", "query: "),
         *("--document_prompt", "passage: "),
@@ -205,7 +209,7 @@ def train_on_groups(
         publish(trainer.accelerator.unwrap_model(trainer.model), tokenizer, path, torch.float32, MEASURED_LENGTH)
         return path
 
-    clock = run.clock(share, lambda: run.ndcg(run.load(published("on-the-way"), "bfloat16")))
+    clock = run.clock(share, lambda: run.ndcg(run.load(published("on-the-way"))))
     trainer = revela.make_trainer(*arguments, callbacks=[clock], trainer_class=trainer_class)
     trainer.remove_callback(PrinterCallback)
     trainer.train()
@@ -257,7 +261,7 @@ def train_on_pairs(run: Run, *options: str, method: str = "contriever", start: P
         model = copy.deepcopy(trained[-1])
         merge_adapters(model)
         save_result(model, run.folder / "on-the-way")
-        return run.ndcg(run.load(run.folder / "on-the-way", "bfloat16"))
+        return run.ndcg(run.load(run.folder / "on-the-way"))
 
     clock = run.clock(share, measure)
     trainer = module.train(*arguments, callbacks=[Model(), clock])
@@ -334,6 +338,11 @@ SETTINGS: dict[str, Callable[[Run], Path]] = {
     "frozen-first-quarter-then-documents-1": warm_start(frozen(*QUARTER), frozen(*QUARTER, documents=1)),
     "frozen-first-quarter-then-group-16": warm_start(frozen(*QUARTER), frozen(*QUARTER, group_size=16)),
     "frozen-first-quarter-then-contriever": warm_start(frozen(*QUARTER), contriever, 0.25),
+    # A chunk of code then has about the tokens that are read of it, and the next one goes on where it ends.
+    "frozen-first-quarter-words-25": frozen(*QUARTER, words=25),
+    "frozen-first-quarter-words-25-then-documents-1": warm_start(
+        frozen(*QUARTER, words=25), frozen(*QUARTER, words=25, documents=1)
+    ),
     "frozen-lr-1e-3": frozen("--learning_rate", "1e-3"),
     "frozen-3e-2": frozen("--similarity_temperature", "3e-2"),
     "group-16": changed(group_size=16),
@@ -367,7 +376,7 @@ def measure_references(run: Run) -> dict[str, dict[str, float]]:
     prompts = {"query_prompt": "query: ", "document_prompt": "passage: "}
     options = ModelArguments(run.backbone, pooling="eos", dtype="bfloat16", max_length=MEASURED_LENGTH, **prompts)
     save_result(load_model(options), run.folder / "untrained")
-    model = run.load(run.folder / "untrained", "float32")
+    model = run.load(run.folder / "untrained")
     rows = {
         "untrained": run.measure(model),
         "untrained, standardised": run.measure(model, standardise={"model": model}),
@@ -392,8 +401,6 @@ def commit() -> str:
 
 def take_pace(name: str, seed: int, out: Path) -> list[float]:
     """Time the steps of each stage; of two times the smaller counts, as what disturbs only adds."""
-    from hub_cards.report import write_json
-
     run = Run(name, 0, seed, out)
     known, run.paces, run.folder = run.paces, None, out / f"pace-{name}"
     (METHODS | SETTINGS)[name](run)
@@ -407,8 +414,6 @@ def race(run: Run) -> None:
     """One run, from its text to its numbers."""
     from transformers import set_seed
 
-    from hub_cards.report import write_json
-
     run.folder.mkdir(parents=True, exist_ok=True)
     run.prepared()
     result = {"name": run.name, "minutes": run.minutes, "seed": run.seed, "commit": commit()}
@@ -417,7 +422,7 @@ def race(run: Run) -> None:
     else:
         set_seed(run.seed)
         retriever = (METHODS | SETTINGS)[run.name](run)
-        scores = run.measure(run.load(retriever, "float32"))
+        scores = run.measure(run.load(retriever))
         curve = [*run.curve, (run.minutes, scores[COLUMNS[0]])]
         result |= {"steps": run.steps, "paces": run.paces, "scores": scores, "curve": curve, "log": run.log}
     write_json(result, run.folder / "result.json")
@@ -471,6 +476,8 @@ def main(argv: list[str] | None = None) -> None:
     commits = ", ".join(sorted({result["commit"] for result in results}))
     text = f"{table(results, choices)}\n\n{machine()}; commits {commits}\n"
     (options.out / "race.md").write_text(text, encoding="utf-8")
+    runs = [{key: value for key, value in result.items() if key != "log"} for result in results]
+    write_json({"paces": read_paces(options.out), "runs": runs}, options.out / "results.json")
     plot(results, options.out / "race.png")
     print(text)
 
