@@ -12,8 +12,8 @@ Time is the processor's, of one thread. As other work on the machine slows even 
 the steps of each run are timed first, by themselves (OUT/paces.json; `--pace` times again, and the smaller counts),
 and it then makes as many as fit into the minutes: the same on every seed, however busy the machine is. Learning rates
 fall to zero over them. Measuring, in bf16, does not count. Runs that are in --out already are not made again;
-OUT/race.md has the table of all and their commits, OUT/race.png the curves, OUT/results.json all numbers, and
-benchmarks/race.md what was concluded.
+OUT/race.md has the table of all and their commits, OUT/race.png the curves, and benchmarks/race.md what was concluded;
+benchmarks/race/ keeps the paces and results that it rests on, and `--out benchmarks/race` goes on from them.
 """
 
 import argparse
@@ -139,7 +139,8 @@ class Run:
         """For the next stage, which has a share of the time."""
         if self.paces is None:
             return Clock(PACE_STEPS, lambda: 0.0)
-        return Clock(max(1, round(60 * self.minutes * share / self.paces[len(self.taken)])), measure)
+        steps = max(1, round(60 * self.minutes * share / self.paces[len(self.taken)]))
+        return Clock(steps, measure, begin=self._minutes / self.minutes, share=share)
 
     def take(self, trainer, clock: Clock, share: float) -> None:
         """Keep what a stage that has ended has shown."""
@@ -476,8 +477,6 @@ def main(argv: list[str] | None = None) -> None:
     commits = ", ".join(sorted({result["commit"] for result in results}))
     text = f"{table(results, choices)}\n\n{machine()}; commits {commits}\n"
     (options.out / "race.md").write_text(text, encoding="utf-8")
-    runs = [{key: value for key, value in result.items() if key != "log"} for result in results]
-    write_json({"paces": read_paces(options.out), "runs": runs}, options.out / "results.json")
     plot(results, options.out / "race.png")
     print(text)
 

@@ -3,8 +3,10 @@
 import json
 
 import pytest
+import torch
+from transformers import TrainerState
 
-from benchmarks import race, race_report
+from benchmarks import race, race_clock, race_report
 
 
 @pytest.fixture
@@ -38,6 +40,20 @@ def test_a_run_trains_within_its_time_and_is_measured(run, name):
     assert 0 < result["scores"]["docstring -> function"] < 1 and 0 < result["scores"]["sibling retrieval"] < 1
     # Of two stages the first may be too short for a measure on its way.
     assert len(result["curve"]) >= 2 and result["curve"][-1] == [0.02, result["scores"]["docstring -> function"]]
+
+
+def test_learning_rates_fall_over_all_stages_of_a_run():
+    def rates(clock: race_clock.Clock) -> list[float]:
+        found = []
+        for step in range(clock.steps):
+            optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+            clock.on_pre_optimizer_step(None, TrainerState(global_step=step), None, optimizer=optimizer)
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    stages = [race_clock.Clock(5, lambda: 0.0, begin, 0.5) for begin in (0.0, 0.5)]
+    assert rates(stages[0]) + rates(stages[1]) == pytest.approx(rates(race_clock.Clock(10, lambda: 0.0)))
+    assert rates(stages[1])[0] == 0.5
 
 
 @pytest.mark.slow
